@@ -1,0 +1,67 @@
+"""Device, seeds and memory allocator of a run."""
+
+import ctypes
+import random
+import sys
+
+import numpy as np
+import torch
+
+from common.errors import InputError
+
+
+def setup_device(device: str, *, seed: int, torch_deterministic: bool = True) -> torch.device:
+    """Seed Python, NumPy and PyTorch, set the allocator up, and return the device to train on.
+
+    Args:
+        device: "auto" (the first CUDA GPU, or else the CPU), "cpu", "cuda" or "cuda:N".
+        seed: of all three generators; the environments take theirs from `make_envs`.
+        torch_deterministic: let cuDNN use deterministic kernels only. The CPU's are deterministic anyway.
+
+    Raises:
+        InputError: the name is none of the above, or no such device is there.
+    """
+    if seed < 0:
+        raise InputError(f"--seed {seed} is negative: choose a number from 0 on.")
+    resolved = resolve_device(device)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = torch_deterministic
+    if resolved.type == "cpu":
+        keep_freed_memory()
+    return resolved
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn the `--device` flag into a `torch.device`. Raises InputError where that device is not there."""
+    count = torch.cuda.device_count()
+    if device == "auto":
+        return torch.device("cuda" if count else "cpu")
+    kind, _, index = device.partition(":")
+    if device != "cpu" and not (kind == "cuda" and (index.isdigit() or device == "cuda")):
+        raise InputError(f"--device {device!r} is not known: use auto, cpu, cuda or cuda:N.")
+    if kind == "cuda" and int(index or 0) >= count:
+        found = f"there are {count} GPUs, cuda:0 to cuda:{count - 1}" if count else "PyTorch sees no CUDA GPU here"
+        raise InputError(f"--device {device} is not there ({found}): use --device auto or another device.")
+    return torch.device(device)
+
+
+# mallopt's parameter numbers, from glibc's malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc to keep freed memory instead of returning it to the kernel.
+
+    A CPU training step allocates and frees activations of tens of megabytes. By default each goes back to the kernel at
+    once and is faulted in again, page by page, in the next step; that is about half of the time of a large minibatch.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # musl, macOS and Windows have no mallopt
+        print("note: this C library has no mallopt; large minibatches will be slower on the CPU.", file=sys.stderr)
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 256 * 2**20)

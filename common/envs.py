@@ -1,0 +1,333 @@
+"""Procgen games and Gymnasium tasks behind one interface, and the reward normaliser.
+
+`make_envs` returns a `gymnasium.vector.VectorEnv` in same-step autoreset mode: when `step` reports that an episode has
+ended, the observation it returns already belongs to the next one, and the reward to the action just taken.
+"""
+
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
+
+from common.errors import InputError
+
+# fmt: off
+PROCGEN_GAMES = [
+    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
+    "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
+]
+# fmt: on
+# The C++ code aborts the whole process on any other pair of game and mode.
+PROCGEN_MODES = {
+    "easy": PROCGEN_GAMES,
+    "hard": PROCGEN_GAMES,
+    "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
+    "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
+    "exploration": ["caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"],
+}
+
+
+def make_envs(
+    env_id: str,
+    num_envs: int,
+    *,
+    seed: int,
+    distribution_mode: str = "easy",
+    num_levels: int = 0,
+    start_level: int = 0,
+    num_threads: int = 4,
+    capture_video: bool = False,
+) -> VectorEnv:
+    """Make `num_envs` copies of a Procgen game (or of several: "coinrun,maze") or of a Gymnasium task.
+
+    Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]. Actions go in as
+    int64 [num_envs] for `Discrete`, and as [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its
+    bounds here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each
+    episode that `infos["_episode"]` marks as finished by this step; `infos["final_obs"]` the last observation of a
+    Gymnasium episode.
+
+    Args:
+        seed: of the level draws of Procgen, or of the first of the `num_envs` Gymnasium tasks (the others count on).
+        distribution_mode, num_levels, start_level, num_threads: of Procgen; see `ProcgenVectorEnv`.
+        capture_video: make the environments fit to be wrapped in `RecordFirstEnv`.
+
+    Raises:
+        InputError: no such game or task, or settings or spaces that cannot work.
+    """
+    if num_envs < 1:
+        raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
+    if capture_video and not importlib.util.find_spec("av"):
+        raise InputError("--capture-video needs a video encoder: pip install av, or leave --capture-video out.")
+    games = env_id.split(",")
+    if all(game in PROCGEN_GAMES for game in games):
+        check_procgen(games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads)
+        envs = ProcgenVectorEnv(
+            games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads, render=capture_video
+        )
+    else:
+        if (distribution_mode, num_levels, start_level) != ("easy", 0, 0) and env_id in gym.registry:
+            flags = "--distribution-mode, --num-levels and --start-level"
+            raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
+        envs = make_gymnasium(env_id, num_envs, render_mode="rgb_array" if capture_video else None)
+    try:
+        check_spaces(env_id, envs.single_observation_space, envs.single_action_space)
+    except InputError:
+        envs.close()
+        raise
+    if isinstance(envs.single_action_space, gym.spaces.Box):
+        envs = ClipAction(envs)
+    elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
+        envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
+    return RecordEpisodeStatistics(envs)
+
+
+class ProcgenVectorEnv(VectorEnv):
+    """Procgen's own vectorised environment, whose C++ threads step all copies at once, as a Gymnasium one.
+
+    Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
+    the last frame of an episode. Environment i plays `games[i % len(games)]`.
+
+    Args:
+        games: names out of PROCGEN_GAMES.
+        seed: of the level draws (procgen's `rand_seed`; without it they come from the operating system's entropy).
+        distribution_mode: easy, hard, extreme, memory or exploration.
+        num_levels: how many different levels there are; 0 for no limit.
+        start_level: the first of them.
+        num_threads: C++ threads that step the environments; 0 steps them in the caller's thread.
+        render: also draw 512x512 frames, for `render`.
+    """
+
+    metadata = {  # noqa: RUF012  (gymnasium declares it so)
+        "autoreset_mode": AutoresetMode.SAME_STEP,
+        "render_modes": ["rgb_array"],
+        "render_fps": 15,
+    }
+
+    def __init__(
+        self,
+        games: list[str],
+        num_envs: int,
+        seed: int,
+        distribution_mode: str = "easy",
+        num_levels: int = 0,
+        start_level: int = 0,
+        num_threads: int = 4,
+        render: bool = False,
+    ):
+        import gym_notices.notices
+
+        gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
+        from procgen import ProcgenGym3Env
+
+        # Exploration mode is one fixed level of the hard distribution and refuses these two.
+        levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
+        self.gym3_env = ProcgenGym3Env(
+            num=num_envs,
+            env_name=",".join(games),
+            distribution_mode=distribution_mode,
+            num_threads=num_threads,
+            rand_seed=seed,
+            render_mode="rgb_array" if render else None,
+            **levels,
+        )
+        self.games = games
+        self.num_envs = num_envs
+        self.render_mode = "rgb_array" if render else None
+        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Return the current frames, uint8 [num_envs, 64, 64, 3]. Procgen starts its episodes by itself, at the seed
+        given to `__init__`: nothing is restarted here and `seed` has no effect."""
+        _, observation, _ = self.gym3_env.observe()
+        return observation["rgb"], {}
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """Take one action in each environment: int [num_envs]."""
+        self.gym3_env.act(actions)
+        rewards, observation, first = self.gym3_env.observe()
+        return observation["rgb"], rewards, first, np.zeros_like(first), {}
+
+    def render(self) -> list[np.ndarray]:
+        """The current frame of each environment, uint8 [512, 512, 3]."""
+        return [info["rgb"] for info in self.gym3_env.get_info()]
+
+    def level_seeds(self) -> list[int]:
+        """The seed of the level that each environment plays at present."""
+        return [info["level_seed"] for info in self.gym3_env.get_info()]
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.gym3_env.close()
+
+
+def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> VectorEnv:
+    """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
+    if env_id.startswith("ALE/"):
+        try:
+            import ale_py
+        except ImportError:
+            raise InputError(f"{env_id} needs the Atari package: pip install ale-py.") from None
+        gym.register_envs(ale_py)
+    try:
+        return gym.make_vec(
+            env_id,
+            num_envs,
+            vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+            render_mode=render_mode,
+        )
+    except gym.error.UnregisteredEnv:
+        known = [*PROCGEN_GAMES, *gym.registry]
+        near = [match for part in env_id.split(",") for match in difflib.get_close_matches(part, known, 1)]
+        hint = f" Did you mean {','.join(near)}?" if near and near != env_id.split(",") else ""
+        raise InputError(
+            f"--env-id {env_id} is not known.{hint} The Procgen games are {', '.join(PROCGEN_GAMES)} (join several by "
+            "commas); any Gymnasium id such as CartPole-v1 works too."
+        ) from None
+    except (gym.error.Error, ImportError) as error:
+        raise InputError(f"--env-id {env_id} cannot be made: {error}") from error
+
+
+def check_procgen(
+    games: list[str],
+    num_envs: int,
+    seed: int,
+    distribution_mode: str,
+    num_levels: int,
+    start_level: int,
+    num_threads: int,
+) -> None:
+    """Raise InputError for what Procgen would abort on, ignore, or refuse without a reason."""
+    mode = f"--distribution-mode {distribution_mode}"
+    if distribution_mode not in PROCGEN_MODES:
+        raise InputError(f"{mode} is not known: use one of {', '.join(PROCGEN_MODES)}.")
+    for game in games:
+        if game not in PROCGEN_MODES[distribution_mode]:
+            supported = ", ".join(PROCGEN_MODES[distribution_mode])
+            raise InputError(f"{game} has no {distribution_mode} mode: {mode} works with {supported}.")
+    if distribution_mode == "exploration" and len(games) > 1:
+        raise InputError(f"{mode} plays a single game: choose one of {', '.join(games)}.")
+    if distribution_mode == "exploration" and (num_levels or start_level):
+        raise InputError(f"{mode} is one fixed level: leave --num-levels and --start-level out.")
+    if num_envs % len(games):
+        raise InputError(
+            f"--num-envs {num_envs} cannot be shared by {len(games)} games: use a multiple of {len(games)}."
+        )
+    for flag, value in (("num-levels", num_levels), ("start-level", start_level), ("num-threads", num_threads)):
+        if value < 0:
+            raise InputError(f"--{flag} {value} is negative: use 0 or more.")
+    if start_level and not num_levels:
+        raise InputError("--start-level has no effect while the levels are unlimited: set --num-levels, too.")
+    if not 0 <= seed < 2**31:
+        raise InputError(f"--seed {seed} is out of Procgen's range: use 0 to {2**31 - 1}.")
+
+
+def check_spaces(env_id: str, observation_space: gym.Space, action_space: gym.Space) -> None:
+    """Raise InputError for a space that the networks have no input or no distribution for."""
+    box = isinstance(observation_space, gym.spaces.Box)
+    image = box and len(observation_space.shape) == 3 and observation_space.dtype == np.uint8
+    if image and observation_space.shape[2] > 4:
+        shape = list(observation_space.shape)
+        raise InputError(
+            f"{env_id} has images of shape {shape}: give them as [height, width, channels], 1 to 4 channels."
+        )
+    if not image and not (box and len(observation_space.shape) == 1):
+        raise InputError(
+            f"{env_id} has the observation space {observation_space}, which is not supported: wrap it so "
+            "that it gives uint8 images [height, width, channels] or flat vectors (see gymnasium's FlattenObservation)."
+        )
+    discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    flat = isinstance(action_space, gym.spaces.Box | gym.spaces.MultiBinary) and len(action_space.shape) == 1
+    if not discrete and not flat:
+        raise InputError(
+            f"{env_id} has the action space {action_space}, which is not supported: wrap it "
+            "so that it takes Discrete (counted from 0), or one-dimensional Box or MultiBinary actions."
+        )
+
+
+class RecordFirstEnv(VectorWrapper):
+    """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule
+    of Gymnasium's RecordVideo)."""
+
+    def __init__(self, envs: VectorEnv, video_dir: Path):
+        super().__init__(envs)
+        self.video_dir = video_dir
+        self.episode = 0
+        self.writer = None
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode
+        if cubic if self.episode < 1000 else self.episode % 1000 == 0:
+            self.add(self.env.render()[0])
+        result = self.env.step(actions)
+        _, _, terminations, truncations, _ = result
+        if terminations[0] or truncations[0]:
+            self.finish_video()
+            self.episode += 1
+        return result
+
+    def add(self, frame: np.ndarray) -> None:
+        if self.writer is None:
+            import imageio.v3  # comes with procgen; only videos need it
+
+            self.video_dir.mkdir(exist_ok=True)
+            path = str(self.video_dir / f"episode-{self.episode}.mp4")
+            self.writer = imageio.v3.imopen(path, "w", plugin="pyav")
+            self.writer.init_video_stream("libx264", fps=self.metadata["render_fps"])
+        self.writer.write_frame(frame)
+
+    def finish_video(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def close(self, **kwargs: Any) -> None:
+        self.finish_video()
+        super().close(**kwargs)
+
+
+class RewardNormalizer:
+    """Divide rewards by the running standard deviation of the discounted return, then clip them.
+
+    The return R_t = r_t + gamma R_(t-1) is carried from call to call and starts anew where an episode does. A whole
+    segment enters the statistics before it is scaled (as in OpenAI's phasic-policy-gradient; VecNormalize of baselines
+    goes step by step). The mean is not subtracted: that would change which policy is best.
+    """
+
+    def __init__(self, num_envs: int, gamma: float, clip: float = 10.0, epsilon: float = 1e-8):
+        self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
+        self.returns = np.zeros(num_envs)  # R_(t-1), zero where an episode has just ended
+        self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
+
+    def __call__(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
+        """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode."""
+        returns = np.empty(rewards.shape)
+        for t in range(len(rewards)):
+            returns[t] = rewards[t] + self.gamma * self.returns
+            self.returns = returns[t] * (1 - dones[t])
+        self.update(returns)
+        scaled = rewards / np.sqrt(self.var + self.epsilon)
+        return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
+
+    def update(self, returns: np.ndarray) -> None:
+        """Merge the moments of a batch into the running ones (Chan et al. 1979)."""
+        total = self.count + returns.size
+        delta = returns.mean() - self.mean
+        squares = self.var * self.count + returns.var() * returns.size + delta**2 * self.count * returns.size / total
+        self.mean += delta * returns.size / total
+        self.var = squares / total
+        self.count = total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"returns": self.returns.tolist(), "count": self.count, "mean": float(self.mean), "var": float(self.var)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.returns = np.array(state["returns"])
+        self.count, self.mean, self.var = state["count"], state["mean"], state["var"]

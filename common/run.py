@@ -1,0 +1,251 @@
+"""The run folder: settings, provenance, TensorBoard, CSVs, the saved model, and what a person sees meanwhile."""
+
+import csv
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from common.errors import InputError, TrainingError
+
+PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
+SAVE_SECONDS = 60  # a model younger than this is not saved again before the run ends
+LINE_SECONDS = 10  # between progress lines where there is no terminal
+
+
+def make_run_dir(args: Any) -> Path:
+    """Make the folder of a run that starts now: <runs_dir>/<env>__<script>__<seed>__<time>, with a suffix if taken."""
+    env = args.env_id.replace("/", "-").replace(",", "+")
+    path = name = Path(args.runs_dir) / f"{env}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+            path = name.with_name(f"{name.name}-{number}")
+
+
+class Run:
+    """One run's folder and its progress display.
+
+    The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), TensorBoard events,
+    `progress.csv` (a row an iteration), `episodes.csv` (a row an episode) and `model.pt`.
+
+    Args:
+        args: the script's settings, a dataclass with at least env_id, exp_name, seed, track and distribution_mode.
+        script: file name of the script, for the command that replays the run.
+        agent: its parameters are counted for the header.
+        device: shown in the header.
+        total_steps: environment steps at which the run will end.
+
+    Raises:
+        InputError: the folder cannot be written, or --track is set and wandb is not installed.
+    """
+
+    def __init__(self, args: Any, *, script: str, agent: torch.nn.Module, device: torch.device, total_steps: int):
+        self.args, self.total_steps = args, total_steps
+        if args.track:
+            try:
+                import wandb
+            except ImportError:
+                raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.") from None
+        try:
+            self.path = path = make_run_dir(args)
+            self.write_json("args.json", dataclasses.asdict(args))
+            self.write_json("meta.json", provenance(command(args, script), device))
+            self.progress_csv = csv.writer((path / "progress.csv").open("w", newline="", buffering=1))
+            self.episodes_csv = csv.writer((path / "episodes.csv").open("w", newline="", buffering=1))
+        except OSError as error:
+            raise InputError(
+                f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir."
+            ) from error
+        if args.track:
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                name=path.name,
+                dir=path,
+                config=dataclasses.asdict(args),
+                sync_tensorboard=True,
+            )
+        self.progress_csv.writerow(("step", "seconds", "episodes", "episodic_return", "last_100_return"))
+        self.episodes_csv.writerow(("step", "seconds", "env", "episodic_return", "episodic_length"))
+        self.writer = SummaryWriter(str(path))
+        table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
+
+        self.stop_message = f"the run stops; its last good model is {path / 'model.pt'}"
+        self.recent = deque(maxlen=100)  # returns of the last 100 episodes
+        self.new_returns = []  # returns of the episodes that ended since the last row
+        self.num_episodes = self.step = 0
+        self.start = self.last_line = time.monotonic()
+        self.last_save = -float("inf")
+        parameters = sum(parameter.numel() for parameter in agent.parameters())
+        task = args.env_id if "-v" in args.env_id else f"{args.env_id} ({args.distribution_mode})"
+        print(
+            f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision} | "
+            f"{parameters:,} parameters | {path}"
+        )
+        self.bar = tqdm(total=total_steps, unit=" steps", unit_scale=True, disable=not sys.stderr.isatty())
+        self.save_model(agent)
+
+    def episodes(self, step: int, infos: Mapping[str, Any]) -> None:
+        """Record every episode that `infos` (of the vector environment's step) reports as finished."""
+        if "episode" not in infos:
+            return
+        seconds = f"{time.monotonic() - self.start:.1f}"
+        for env in np.flatnonzero(infos["_episode"]):
+            episodic_return, length = float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])
+            self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+            self.writer.add_scalar("charts/episodic_length", length, step)
+            self.episodes_csv.writerow((step, seconds, env, f"{episodic_return:.6g}", length))
+            self.recent.append(episodic_return)
+            self.new_returns.append(episodic_return)
+            self.num_episodes += 1
+
+    def log(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
+        """Write the metrics of an iteration that ended at `step` and show the progress.
+
+        This is where the host waits for the device, once an iteration.
+
+        Raises:
+            TrainingError: a metric is NaN or infinite.
+        """
+        values = {tag: float(value) for tag, value in metrics.items()}
+        seconds = time.monotonic() - self.start
+        sps = step / seconds
+        for tag, value in (values | {"charts/SPS": sps}).items():
+            self.writer.add_scalar(tag, value, step)
+        self.writer.flush()
+        recent = mean(self.recent)
+        row = (step, f"{seconds:.1f}", len(self.new_returns), f"{mean(self.new_returns):.6g}", f"{recent:.6g}")
+        self.progress_csv.writerow(row)
+        for tag, value in values.items():
+            if not np.isfinite(value):
+                raise TrainingError(f"{tag} is {value} at step {step:,}: {self.stop_message}")
+        self.new_returns.clear()
+        self.show(step, f"return {recent:.2f}", sps)
+        self.step = step
+
+    def show(self, step: int, text: str, sps: float | None = None) -> None:
+        """Move the bar to `step` and put `text` beside it; without a terminal, print a line every few seconds."""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
+        now = time.monotonic()
+        if self.bar.disable and (now - self.last_line > LINE_SECONDS or step >= self.total_steps):
+            self.last_line = now
+            sps = sps or step / (now - self.start)
+            left = timedelta(seconds=round((self.total_steps - step) / sps))
+            print(f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {text}  ETA {left}", flush=True)
+
+    def save_model(self, agent: torch.nn.Module, final: bool = False) -> None:
+        """Write `model.pt` atomically, at most once in SAVE_SECONDS unless `final`.
+
+        It is a dict of "agent" (the state_dict), "args" and "step" that `torch.load(..., weights_only=True)` accepts.
+
+        Raises:
+            TrainingError: a parameter is NaN or infinite; the model on disk stays as it is.
+        """
+        for name, parameter in agent.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise TrainingError(f"{name} is not finite after step {self.step:,}: {self.stop_message}")
+        if not final and time.monotonic() - self.last_save < SAVE_SECONDS:
+            return
+        self.last_save = time.monotonic()
+        temporary = self.path / "model.pt.tmp"
+        with temporary.open("wb") as file:
+            torch.save({"agent": agent.state_dict(), "args": dataclasses.asdict(self.args), "step": self.step}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / "model.pt")
+
+    def finish(self, agent: torch.nn.Module) -> None:
+        """Save the model, close all files and print the summary."""
+        self.save_model(agent, final=True)
+        self.bar.close()
+        self.writer.close()
+        seconds = time.monotonic() - self.start
+        print(
+            f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
+            f"{self.num_episodes:,} episodes, last-100-episodes return {mean(self.recent):.2f} | "
+            f"model: {self.path / 'model.pt'}"
+        )
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def mean(values: Collection[float]) -> float:
+    """The mean, or NaN where no episode has finished yet."""
+    return sum(values) / len(values) if values else float("nan")
+
+
+def command(args: Any, script: str) -> str:
+    """The command line that repeats a run: the script's name and each flag that differs from its default."""
+    words = ["python", script]
+    for field in dataclasses.fields(args):
+        value, flag = getattr(args, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
+def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
+    """Where a run's numbers come from: command, commit, whether the tree was dirty, versions, machine."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cpu = next(
+        (line.split(":")[1].strip() for line in read_lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    machine = f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads"
+    if device.type == "cuda":
+        machine += f", {torch.cuda.get_device_name(device)}"
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "command": command_line,
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "versions": versions,
+        "machine": machine,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def git(*words: str) -> str | None:
+    """What git says of this source tree, or None where it is no checkout or git is missing."""
+    try:
+        result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def read_lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
