@@ -128,9 +128,8 @@ class Args:
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
-        require_positive(
-            self, "total_timesteps num_envs num_steps num_minibatches update_epochs feature_dim hidden_dim"
-        )
+        require_positive(self, "total_timesteps num_envs num_steps num_minibatches feature_dim hidden_dim")
+        require_positive(self, "update_epochs")
         require(
             self.batch_size % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
@@ -448,7 +447,9 @@ def update(
 
 
 def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {tag: torch.stack([metrics[tag] for metrics in history]).mean() for tag in history[0]}
+    """The mean of each tag over the minibatches that have it, still on the device."""
+    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
+    return {tag: torch.stack([metrics[tag] for metrics in history if tag in metrics]).mean() for tag in tags}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:

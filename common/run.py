@@ -26,7 +26,7 @@ from common.errors import InputError, TrainingError
 
 PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
 SAVE_SECONDS = 60  # a model younger than this is not saved again before the run ends
-LINE_SECONDS = 10  # between progress lines where there is no terminal
+LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
 
 
 def make_run_dir(args: Any) -> Path:
@@ -96,7 +96,7 @@ class Run:
         self.recent = deque(maxlen=100)  # returns of the last 100 episodes
         self.new_returns = []  # returns of the episodes that ended since the last row
         self.num_episodes = self.step = 0
-        self.start = self.last_line = time.monotonic()
+        self.start = self.last_shown = time.monotonic()
         self.last_save = -float("inf")
         parameters = sum(parameter.numel() for parameter in agent.parameters())
         task = args.env_id if "-v" in args.env_id else f"{args.env_id} ({args.distribution_mode})"
@@ -142,19 +142,23 @@ class Run:
             if not np.isfinite(value):
                 raise TrainingError(f"{tag} is {value} at step {step:,}: {self.stop_message}")
         self.new_returns.clear()
-        self.show(step, f"return {recent:.2f}", sps)
         self.step = step
+        self.show(step, f"return {recent:.2f}", last=step >= self.total_steps)
 
-    def show(self, step: int, text: str, sps: float | None = None) -> None:
+    def show(self, step: int, text: str, last: bool = False) -> None:
         """Move the bar to `step` and put `text` beside it; without a terminal, print a line every few seconds."""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
         now = time.monotonic()
-        if self.bar.disable and (now - self.last_line > LINE_SECONDS or step >= self.total_steps):
-            self.last_line = now
-            sps = sps or step / (now - self.start)
-            left = timedelta(seconds=round((self.total_steps - step) / sps))
-            print(f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {text}  ETA {left}", flush=True)
+        if not last and now - self.last_shown < (LINE_SECONDS if self.bar.disable else BAR_SECONDS):
+            return
+        self.last_shown = now
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.n = step
+            self.bar.refresh()
+            return
+        sps = step / (now - self.start)
+        left = timedelta(seconds=round((self.total_steps - step) / sps))
+        print(f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {text}  ETA {left}", flush=True)
 
     def save_model(self, agent: torch.nn.Module, final: bool = False) -> None:
         """Write `model.pt` atomically, at most once in SAVE_SECONDS unless `final`.

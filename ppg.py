@@ -1,0 +1,661 @@
+"""Phasic Policy Gradient (Cobbe et al. 2020, https://arxiv.org/abs/2009.04416) for Procgen and Gymnasium.
+
+    python ppg.py --env-id starpilot
+    python ppg.py --env-id starpilot --arch dual
+    python ppg.py --env-id starpilot --kl-penalty 1
+
+The policy phase is PPO with one pass over each rollout. After `n_pi` of them, an auxiliary phase trains the encoder on
+the value targets of all these rollouts, while a KL divergence holds the policy where it was. The defaults are those of
+OpenAI's phasic-policy-gradient, for one process with 64 environments. What differs from the paper and from CleanRL:
+
+1. The default is `--arch detach`, as in CleanRL, which costs half of what the paper's default `dual` does in every
+   pass; the paper's own runs with a single network score the same (mean normalised return .755, `dual` .756).
+   As in OpenAI's code, `detach` stops the gradient of the value head in both phases, not in the policy phase alone.
+2. One process with 64 environments has a quarter of the paper's 4 x 64: it makes the same number of minibatches of a
+   quarter of the size. The learning rate and everything else are the paper's. So are CleanRL's, but for points 3 and 4.
+3. As in OpenAI's code there is no gradient clipping and no clipping of the value loss; CleanRL has both.
+4. As in OpenAI's code a minibatch of the policy phase is made of whole rollouts of some environments, and rewards are
+   scaled by the statistics of a return discounted by .99; CleanRL has random steps, and .999.
+5. `--total-timesteps` is rounded up to whole iterations. A run that ends in mid-phase closes with an auxiliary phase on
+   the iterations since the last one, so that it trains on all it collected; the learning-rate schedule spans the run.
+6. Every finished episode is recorded. Losses are logged as means over all minibatches of an iteration or phase.
+7. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
+   https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
+
+from common.device import setup_device
+from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
+from common.errors import one_line_errors, require, require_positive
+from common.run import Run
+
+
+@dataclass
+class Args:
+    # ---- run
+    exp_name: str = "ppg"
+    """name of the experiment, part of the run folder's name"""
+    seed: int = 1
+    """seed of the networks, the action draws and the environments"""
+    device: str = "auto"
+    """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """number format of the encoder's activations; heads, losses and optimiser are float32 in any case"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    runs_dir: str = "runs"
+    """where run folders are made"""
+    track: bool = False
+    """also log to Weights & Biases (needs the package wandb)"""
+    wandb_project_name: str = "procgen"
+    """project in Weights & Biases"""
+    wandb_entity: str | None = None
+    """team in Weights & Biases"""
+    capture_video: bool = False
+    """write videos of environment 0 into the run folder (slower: Procgen then draws 512x512 frames, too)"""
+
+    # ---- environment
+    env_id: str = "starpilot"
+    """a Procgen game, several joined by commas, or a Gymnasium id"""
+    distribution_mode: str = "easy"
+    """Procgen's difficulty: easy, hard, extreme, memory or exploration"""
+    num_levels: int = 0
+    """number of Procgen levels to train on; 0 for no limit"""
+    start_level: int = 0
+    """the first of these levels"""
+    num_threads: int = 4
+    """C++ threads that step Procgen"""
+    num_envs: int = 64
+    """environments stepped side by side (N)"""
+
+    # ---- algorithm
+    total_timesteps: int = 25_000_000
+    """environment steps in all; rounded up to whole iterations of N x T"""
+    learning_rate: float = 5e-4
+    """step size of Adam"""
+    anneal_lr: bool = False
+    """lower the learning rate linearly to 0 over the run"""
+    adam_eps: float = 1e-8
+    """Adam's epsilon"""
+    num_steps: int = 256
+    """steps of each environment in a rollout (T)"""
+    gamma: float = 0.999
+    """discount factor (gamma)"""
+    gae_lambda: float = 0.95
+    """decay of generalised advantage estimation (lambda)"""
+    num_minibatches: int = 8
+    """minibatches, of whole environments, that a rollout is split into"""
+    e_policy: int = 1
+    """passes over each rollout for the policy (E_pi)"""
+    e_value: int = 1
+    """passes over each rollout for the value; where it differs from E_pi, each has its own passes and Adam (E_V)"""
+    norm_adv: Literal["minibatch", "batch", "none"] = "batch"
+    """normalise advantages over each minibatch, over the whole batch, or not"""
+    clip_coef: float = 0.2
+    """clipping range of the policy ratio (epsilon)"""
+    kl_penalty: float | None = None
+    """replace the clipping by this weight times half the squared log-ratio (the paper's KL variant: 1); None to clip"""
+    clip_coef_vf: float | None = None
+    """clipping range of the change of the value; None for a plain squared error"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus (c2)"""
+    vf_coef: float = 1.0
+    """weight of the value loss, which is half the mean squared error (c1)"""
+    max_grad_norm: float | None = None
+    """clip the gradient to this L2 norm; None for no clipping"""
+    target_kl: float | None = None
+    """stop an iteration's epochs once the approximate KL divergence exceeds this; None for never"""
+    norm_reward: bool = True
+    """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
+    norm_reward_gamma: float = 0.99
+    """discount factor of that return"""
+    n_pi: int = 32
+    """iterations in a policy phase (N_pi); their frames are kept: 6.4 GB with 32 x 64 x 256 of Procgen's"""
+    e_aux: int = 6
+    """passes over these iterations in the auxiliary phase (E_aux)"""
+    beta_clone: float = 1.0
+    """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
+    num_aux_rollouts: int = 4
+    """rollouts of one environment, T steps each, that are worked through at a time in the auxiliary phase"""
+    num_aux_grad_accum: int = 1
+    """how many times `num_aux_rollouts` enter one gradient step of the auxiliary phase"""
+
+    # ---- networks
+    arch: Literal["detach", "dual", "shared"] = "detach"
+    """detach: one encoder that the value head sends no gradient to; dual: an encoder each for policy and value;
+    shared: one encoder for both. In all three an auxiliary value head teaches the policy's encoder"""
+    feature_dim: int = 256
+    """width of the encoder's output"""
+    hidden_dim: int = 64
+    """width of the hidden layer before it, for vector observations"""
+    init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "normed"
+    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return -(-self.total_timesteps // self.batch_size)
+
+    def validate(self) -> None:
+        """Raise InputError for sizes that cannot work, before anything is started."""
+        require_positive(self, "total_timesteps num_envs num_steps num_minibatches feature_dim hidden_dim")
+        require_positive(self, "e_policy e_value n_pi e_aux num_aux_rollouts num_aux_grad_accum")
+        require(
+            self.num_envs % self.num_minibatches == 0,
+            f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs} (a minibatch is made "
+            "of whole environments): change one of the two.",
+        )
+        aux_batch = self.num_aux_rollouts * self.num_aux_grad_accum
+        require(
+            self.num_envs * self.n_pi % aux_batch == 0,
+            f"--num-aux-rollouts {self.num_aux_rollouts} x --num-aux-grad-accum {self.num_aux_grad_accum} = "
+            f"{aux_batch} does not divide the {self.num_envs} x {self.n_pi} rollouts of a phase: change one of these.",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- networks
+
+# Scale of the initial weights: the L2 norm of each output row for "normed", else the gain. The values of "normed" are
+# those of OpenAI's phasic-policy-gradient; "residual" keeps the variance over 3 stacks of 2 blocks of 2 convolutions.
+INIT_SCALES = {
+    "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
+    "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
+    "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
+}
+
+
+def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
+    scale = INIT_SCALES[init_fn][role]
+    if init_fn == "normed":
+        rows = layer.weight.data.flatten(1)
+        layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
+    elif init_fn == "orthogonal":
+        nn.init.orthogonal_(layer.weight, scale)
+    else:
+        nn.init.xavier_uniform_(layer.weight, scale)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, init_fn: str):
+        super().__init__()
+        self.conv0 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
+        self.conv1 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+class ImpalaCNN(nn.Module):
+    """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
+
+    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. The permuted frames are in PyTorch's
+    channels_last layout, which convolutions keep and are fastest in.
+    """
+
+    def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
+        super().__init__()
+        height, width, channels = observation_shape
+        layers = []
+        for out_channels in (16, 32, 32):
+            layers += [
+                init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
+                nn.MaxPool2d(3, stride=2, padding=1),
+                ResidualBlock(out_channels, init_fn),
+                ResidualBlock(out_channels, init_fn),
+            ]
+            channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
+        layers += [
+            nn.ReLU(),
+            nn.Flatten(),
+            init_layer(nn.Linear(channels * height * width, feature_dim), init_fn, "dense"),
+            nn.ReLU(),
+        ]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return self.layers(frames.permute(0, 3, 1, 2).float() / 255)
+
+
+class MLP(nn.Module):
+    """Vectors float32 [B, size] -> features [B, feature_dim]."""
+
+    def __init__(self, size: int, hidden_dim: int, feature_dim: int, init_fn: str):
+        super().__init__()
+        self.layers = nn.Sequential(
+            init_layer(nn.Linear(size, hidden_dim), init_fn, "dense"),
+            nn.Tanh(),
+            init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense"),
+            nn.Tanh(),
+        )
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.layers(vectors)
+
+
+def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
+    """The network from observations [B, *space.shape] to features [B, feature_dim]."""
+    if len(space.shape) == 3:
+        return ImpalaCNN(space.shape, feature_dim, init_fn)
+    return MLP(space.shape[0], hidden_dim, feature_dim, init_fn)
+
+
+class PolicyHead(nn.Module):
+    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
+
+    P is the number of actions of a `Discrete` space, the number of bits of a `MultiBinary`, and for a `Box` twice its
+    size: the means, and the logarithms of standard deviations that do not depend on the observation.
+    """
+
+    def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
+        super().__init__()
+        size = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
+        self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
+        self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        output = self.linear(features)
+        if self.log_std is None:
+            return output
+        return torch.cat([output, self.log_std.expand_as(output)], dim=-1)
+
+
+def action_dist(space: gym.Space, params: Tensor) -> Distribution:
+    """The distribution over one action: categorical, independent Bernoulli, or diagonal Gaussian (not clipped)."""
+    if isinstance(space, gym.spaces.Discrete):
+        return Categorical(logits=params, validate_args=False)
+    if isinstance(space, gym.spaces.MultiBinary):
+        return Independent(Bernoulli(logits=params, validate_args=False), 1, validate_args=False)
+    mean, log_std = params.chunk(2, dim=-1)
+    return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+class Agent(nn.Module):
+    """Policy and value function, with an auxiliary value head on the policy's encoder; `arch` as in `Args`."""
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
+        super().__init__()
+        self.action_space, self.bf16, self.arch = action_space, args.precision == "bf16", args.arch
+        self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
+        if args.arch == "dual":
+            self.value_encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
+        self.policy_head = PolicyHead(action_space, args.feature_dim, args.init_fn)
+        self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
+        self.aux_value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
+
+    def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            features = encoder(obs)
+        return features.float()
+
+    def value_from(self, obs: Tensor, features: Tensor) -> Tensor:
+        """Value estimates [B] of observations whose features in the policy's encoder are given."""
+        if self.arch == "dual":
+            features = self.encode(self.value_encoder, obs)
+        elif self.arch == "detach":
+            features = features.detach()
+        return self.value_head(features).squeeze(-1)
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        """Value estimates, float32 [B], of observations [B, ...]."""
+        features = None if self.arch == "dual" else self.encode(self.encoder, obs)
+        return self.value_from(obs, features)
+
+    def get_policy(self, obs: Tensor) -> Tensor:
+        """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
+        return self.policy_head(self.encode(self.encoder, obs))
+
+    def get_action_and_value(self, obs: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""
+        features = self.encode(self.encoder, obs)
+        dist = action_dist(self.action_space, self.policy_head(features))
+        if action is None:
+            action = dist.sample()
+        return action, dist.log_prob(action), dist.entropy(), self.value_from(obs, features)
+
+    def get_policy_and_values(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the auxiliary phase trains: distribution parameters [B, P], values [B] and auxiliary values [B]."""
+        features = self.encode(self.encoder, obs)
+        aux_values = self.aux_value_head(features).squeeze(-1)
+        return self.policy_head(features), self.value_from(obs, features), aux_values
+
+
+# ----------------------------------------------------------------------------------------------------------- rollout
+
+
+class Rollout(NamedTuple):
+    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode, the index of `rewards[t]`."""
+
+    obs: Tensor  # [T, N, *observation_shape], uint8 frames or float32 vectors
+    actions: Tensor  # [T, N] int64, or [T, N, size] float32
+    logprobs: Tensor  # [T, N] float32, of the actions when they were taken
+    values: Tensor  # [T, N] float32, of the observations when they were made
+    rewards: Tensor  # [T, N] float32, normalised
+    dones: Tensor  # [T, N] float32
+    truncation_values: (
+        Tensor  # [T, N] float32, value of the final observation where a time limit ended an episode, else 0
+    )
+
+
+def new_rollout(
+    num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
+) -> Rollout:
+    """An empty rollout on `device`."""
+    shape = num_steps, num_envs
+    frames = len(observation_space.shape) == 3
+    discrete = isinstance(action_space, gym.spaces.Discrete)
+    return Rollout(
+        torch.zeros(shape + observation_space.shape, dtype=torch.uint8 if frames else torch.float32, device=device),
+        torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
+        *(torch.zeros(shape, device=device) for _ in range(5)),
+    )
+
+
+@torch.no_grad()
+def collect(
+    agent: Agent,
+    envs: gym.vector.VectorEnv,
+    rollout: Rollout,
+    obs: Tensor,
+    step: int,
+    reward_normalizer: RewardNormalizer | None,
+    run: Run,
+) -> tuple[Tensor, int]:
+    """Fill `rollout` by acting from the observations `obs` [N, ...] on, of which the first is made after `step` steps.
+
+    Returns the observations and the number of steps after the rollout. `run` is told of every episode that ends.
+    """
+    rewards, dones = np.zeros(rollout.rewards.shape, np.float32), np.zeros(rollout.dones.shape, np.float32)
+    rollout.truncation_values.zero_()
+    for t in range(len(rewards)):
+        rollout.obs[t] = obs
+        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(rollout.obs[t])
+        rollout.actions[t] = action
+        next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
+        dones[t] = terminations | truncations
+        if truncations.any():
+            final_obs = torch.as_tensor(np.stack(infos["final_obs"][truncations])).to(obs)
+            rollout.truncation_values[t, truncations] = agent.get_value(final_obs)
+        obs = torch.as_tensor(next_obs).to(obs)
+        step += envs.num_envs
+        run.episodes(step, infos)
+    if reward_normalizer is not None:
+        rewards = reward_normalizer(rewards, dones)
+    rollout.rewards.copy_(torch.as_tensor(rewards))
+    rollout.dones.copy_(torch.as_tensor(dones))
+    return obs, step
+
+
+# ----------------------------------------------------------------------------------------------------------- learning
+
+
+def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimates [T, N] (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, equation 16).
+
+    delta_t = r_t + gamma V(s_(t+1)) - V(s_t);  A_t = delta_t + gamma lambda (1 - done_t) A_(t+1)
+
+    V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
+    ended by itself. `last_value` [N] is that of the observations which follow the rollout.
+    """
+    advantages = torch.zeros_like(rollout.rewards)
+    advantage, next_value = torch.zeros_like(last_value), last_value
+    for t in reversed(range(len(advantages))):
+        not_done = 1 - rollout.dones[t]
+        target = rollout.rewards[t] + gamma * (not_done * next_value + rollout.truncation_values[t])
+        delta = target - rollout.values[t]
+        advantage = advantages[t] = delta + gamma * gae_lambda * not_done * advantage
+        next_value = rollout.values[t]
+    return advantages
+
+
+def normalize_advantages(advantages: Tensor) -> Tensor:
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float, kl_penalty: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [B]; returns the loss and its metrics.
+
+    With `kl_penalty` (PPG, section 3.6), the plain surrogate with a penalty of half the squared log-ratio instead. The
+    approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
+    """
+    logratio = logprobs - old_logprobs
+    ratio = logratio.exp()
+    if kl_penalty is None:
+        loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
+    else:
+        loss = -(ratio * advantages).mean() + kl_penalty * 0.5 * (logratio**2).mean()
+    with torch.no_grad():
+        metrics = {
+            "losses/old_approx_kl": -logratio.mean(),
+            "losses/approx_kl": (ratio - 1 - logratio).mean(),
+            "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+        }
+    return loss, metrics
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
+    """Half the mean squared error of values [B] against returns [B].
+
+    With `clip_coef_vf`, the worse of the errors of the value and of the value clipped to that distance from the old one
+    (as in OpenAI's baselines).
+    """
+    errors = (values - returns) ** 2
+    if clip_coef_vf is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef_vf, clip_coef_vf)
+        errors = torch.max(errors, (clipped - returns) ** 2)
+    return 0.5 * errors.mean()
+
+
+def update(
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    value_optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    advantages: Tensor,
+    args: Args,
+) -> dict[str, Tensor]:
+    """Policy phase: train on a rollout in minibatches of whole environments. Returns the means of the metrics."""
+    returns = advantages + rollout.values
+    if args.norm_adv == "batch":
+        advantages = normalize_advantages(advantages)
+
+    if args.e_policy == args.e_value:
+        passes = [(optimizer, args.e_policy, True, True)]
+    else:
+        passes = [(value_optimizer, args.e_value, False, True), (optimizer, args.e_policy, True, False)]
+    history = []
+    for optimizer, epochs, train_policy, train_value in passes:
+        for _ in range(epochs):
+            for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
+                obs, actions, logprobs, values, batch_advantages, batch_returns = (
+                    x[:, batch].flatten(0, 1) for x in (*rollout[:4], advantages, returns)
+                )
+                if args.norm_adv == "minibatch":
+                    batch_advantages = normalize_advantages(batch_advantages)
+                _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
+                loss, metrics = 0, {}
+                if train_policy:
+                    pg_loss, metrics = policy_loss(
+                        new_logprobs, logprobs, batch_advantages, args.clip_coef, args.kl_penalty
+                    )
+                    entropy_loss = entropy.mean()
+                    loss += pg_loss - args.ent_coef * entropy_loss
+                    metrics |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
+                if train_value:
+                    v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
+                    loss += args.vf_coef * v_loss
+                    metrics |= {"losses/value_loss": v_loss}
+                optimizer.zero_grad()
+                loss.backward()
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or float("inf"))
+                optimizer.step()
+                metrics |= {"losses/grad_norm": grad_norm}
+                history.append({tag: value.detach() for tag, value in metrics.items()})
+            if args.target_kl is not None and train_policy and metrics["losses/approx_kl"] > args.target_kl:
+                break
+    return mean_metrics(history) | {"losses/explained_variance": explained_variance(rollout.values, returns)}
+
+
+def auxiliary_loss(
+    dist: Distribution, old_dist: Distribution, values: Tensor, aux_values: Tensor, returns: Tensor, beta_clone: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The joint objective and the value loss (PPG, equations 4 and 5): values, aux_values and returns [B]."""
+    aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
+    real_value_loss = 0.5 * ((values - returns) ** 2).mean()
+    kl_loss = kl_divergence(old_dist, dist).mean()
+    metrics = {
+        "losses/aux/aux_value_loss": aux_value_loss,
+        "losses/aux/real_value_loss": real_value_loss,
+        "losses/aux/kl_loss": kl_loss,
+    }
+    return aux_value_loss + real_value_loss + beta_clone * kl_loss, metrics
+
+
+def auxiliary_phase(
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    obs: Tensor,
+    returns: Tensor,
+    args: Args,
+    show: Callable[[str], None],
+) -> dict[str, Tensor]:
+    """Train encoder and value heads on K iterations of T steps in N environments. Returns the means of the metrics.
+
+    Args:
+        obs: [K, T, N, *observation_shape], what the policy phase saw.
+        returns: [K, T, N] float32, the value targets it had for that.
+        show: called with a line on the progress.
+    """
+    iterations, _, num_envs = returns.shape
+    rollouts = torch.arange(
+        iterations * num_envs, device=returns.device
+    )  # number k * N + n: environment n in iteration k
+
+    def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
+        return x[batch // num_envs, :, batch % num_envs].flatten(0, 1)
+
+    old_params = []
+    for batch in rollouts.split(args.num_aux_rollouts):
+        show("auxiliary phase: old policy")
+        with torch.no_grad():
+            old_params.append(agent.get_policy(steps_of(batch, obs)).unflatten(0, (len(batch), -1)))
+    old_params = torch.cat(old_params)  # [K x N, T, P]
+
+    history = []
+    for epoch in range(1, args.e_aux + 1):
+        order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
+        for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
+            show(f"auxiliary phase: epoch {epoch}/{args.e_aux}")
+            optimizer.zero_grad()  # also of the last gradient of the policy phase
+            for batch in group.split(args.num_aux_rollouts):
+                params, values, aux_values = agent.get_policy_and_values(steps_of(batch, obs))
+                dist = action_dist(agent.action_space, params)
+                old_dist = action_dist(agent.action_space, old_params[batch].flatten(0, 1))
+                batch_returns = steps_of(batch, returns)
+                loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, batch_returns, args.beta_clone)
+                (loss * len(batch) / len(group)).backward()
+                history.append({tag: value.detach() for tag, value in metrics.items()})
+            optimizer.step()
+    return mean_metrics(history)
+
+
+def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each tag over the minibatches that have it, still on the device."""
+    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
+    return {tag: torch.stack([metrics[tag] for metrics in history if tag in metrics]).mean() for tag in tags}
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
+    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def main(args: Args) -> Path:
+    """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
+    # ---- set up
+    args.validate()
+    device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
+    envs = make_envs(
+        args.env_id,
+        args.num_envs,
+        seed=args.seed,
+        distribution_mode=args.distribution_mode,
+        num_levels=args.num_levels,
+        start_level=args.start_level,
+        num_threads=args.num_threads,
+        capture_video=args.capture_video,
+    )
+    observation_space, action_space = envs.single_observation_space, envs.single_action_space
+    agent = Agent(observation_space, action_space, args).to(device)
+    optimizer, value_optimizer, aux_optimizer = (
+        torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps) for _ in range(3)
+    )
+    reward_normalizer = RewardNormalizer(args.num_envs, args.norm_reward_gamma) if args.norm_reward else None
+    rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
+    num_kept = min(args.n_pi, args.num_iterations)
+    aux_obs = torch.empty((num_kept, *rollout.obs.shape), dtype=rollout.obs.dtype, device=device)
+    aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
+    total_steps = args.num_iterations * args.batch_size
+    run = Run(args, script="ppg.py", agent=agent, device=device, total_steps=total_steps)
+    if args.capture_video:
+        envs = RecordFirstEnv(envs, run.path / "videos")
+
+    step = 0
+    obs = torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
+    for iteration in range(args.num_iterations):
+        learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+        for each in (optimizer, value_optimizer, aux_optimizer):
+            each.param_groups[0]["lr"] = learning_rate
+
+        # ---- collect
+        obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
+
+        # ---- learn
+        with torch.no_grad():
+            last_value = agent.get_value(obs)
+        advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
+        metrics = update(agent, optimizer, value_optimizer, rollout, advantages, args)
+
+        # ---- auxiliary phase
+        k = iteration % args.n_pi
+        aux_obs[k], aux_returns[k] = rollout.obs, advantages + rollout.values
+        if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
+            kept_obs, kept_returns = aux_obs[: k + 1], aux_returns[: k + 1]
+            metrics |= auxiliary_phase(agent, aux_optimizer, kept_obs, kept_returns, args, partial(run.show, step))
+
+        # ---- log
+        run.log(step, metrics | {"charts/learning_rate": learning_rate})
+        run.save_model(agent)
+
+    run.finish(agent)
+    envs.close()
+    return run.path
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))
