@@ -9,20 +9,22 @@ the value targets of all these rollouts, while a KL divergence holds the policy 
 OpenAI's phasic-policy-gradient, for one process with 64 environments. What differs from the paper and from CleanRL:
 
 1. The default is `--arch detach`, as in CleanRL, which costs half of what the paper's default `dual` does in every
-   pass; the paper's own runs with a single network score the same (mean normalised return .755, `dual` .756).
-   As in OpenAI's code, `detach` stops the gradient of the value head in both phases, not in the policy phase alone.
-2. One process with 64 environments has a quarter of the paper's 4 x 64: it makes the same number of minibatches of a
-   quarter of the size. The learning rate and everything else are the paper's. So are CleanRL's, but for points 3 and 4.
-3. As in OpenAI's code there is no gradient clipping and no clipping of the value loss; CleanRL has both.
-4. As in OpenAI's code a minibatch of the policy phase is made of whole rollouts of some environments, and rewards are
-   scaled by the statistics of a return discounted by .99; CleanRL has random steps, and .999.
-5. `--total-timesteps` is rounded up to whole iterations. A run that ends in mid-phase closes with an auxiliary phase on
-   the iterations since the last one, so that it trains on all it collected; the learning-rate schedule spans the run.
-6. Every finished episode is recorded. Losses are logged as means over all minibatches of an iteration or phase.
-7. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
+   pass. It stops the gradient of the value head in both phases, as OpenAI's code does for its single network; the
+   paper's, which scored what `dual` did (mean normalised return .755 against .756), stops it in the policy phase alone.
+2. The paper has 4 processes with 64 environments. One process with 64 makes as many minibatches, each of a quarter of
+   the size, at the same learning rate, as in CleanRL.
+3. As in OpenAI's code, but not in CleanRL: no gradient clipping, no clipping of the value loss and a weight of 1 (not
+   .5) on half its square, minibatches of whole environments, rewards scaled by a return discounted by .99 (not .999),
+   and an Adam of its own for the auxiliary phase.
+4. `--total-timesteps` is rounded up to whole iterations. A run that ends in mid-phase closes with an auxiliary phase on
+   the iterations since the last one, so that it trains on all it collected (OpenAI's and CleanRL's do not); the
+   learning-rate schedule spans the run. Rollouts that fill no whole minibatch there make a smaller one.
+5. Every finished episode is recorded. Losses are logged as means over all minibatches of an iteration or phase.
+6. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
    https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +42,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.device import setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
-from common.errors import one_line_errors, require, require_positive
+from common.errors import check_settings, one_line_errors, require
 from common.run import Run
 
 
@@ -54,7 +56,7 @@ class Args:
     device: str = "auto"
     """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """number format of the encoder's activations; heads, losses and optimiser are float32 in any case"""
+    """number format in the encoder (on a GPU, fp32 convolutions run in TF32); all else is float32 in any case"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -90,7 +92,7 @@ class Args:
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     adam_eps: float = 1e-8
-    """Adam's epsilon"""
+    """Adam's epsilon (eps)"""
     num_steps: int = 256
     """steps of each environment in a rollout (T)"""
     gamma: float = 0.999
@@ -121,10 +123,10 @@ class Args:
     """stop an iteration's epochs once the approximate KL divergence exceeds this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
-    norm_reward_gamma: float = 0.99
-    """discount factor of that return"""
+    norm_reward_gamma: float | None = 0.99
+    """discount factor of that return; None for gamma's"""
     n_pi: int = 32
-    """iterations in a policy phase (N_pi); their frames are kept: 6.4 GB with 32 x 64 x 256 of Procgen's"""
+    """iterations in a policy phase (N_pi); their frames stay on the device: 6.4 GB for 32 x 64 x 256 of Procgen's"""
     e_aux: int = 6
     """passes over these iterations in the auxiliary phase (E_aux)"""
     beta_clone: float = 1.0
@@ -155,12 +157,21 @@ class Args:
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
-        require_positive(self, "total_timesteps num_envs num_steps num_minibatches feature_dim hidden_dim")
-        require_positive(self, "e_policy e_value n_pi e_aux num_aux_rollouts num_aux_grad_accum")
+        check_settings(
+            self,
+            positive="total_timesteps num_envs num_steps num_minibatches e_policy e_value clip_coef clip_coef_vf "
+            "max_grad_norm target_kl kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum feature_dim hidden_dim",
+            not_negative="learning_rate adam_eps ent_coef vf_coef beta_clone",
+            fractions="gamma gae_lambda norm_reward_gamma",
+        )
         require(
             self.num_envs % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs} (a minibatch is made "
             "of whole environments): change one of the two.",
+        )
+        require(
+            self.batch_size > self.num_minibatches or self.norm_adv != "minibatch",
+            "minibatches of a single step cannot be normalised: use fewer --num-minibatches or --norm-adv none.",
         )
         aux_batch = self.num_aux_rollouts * self.num_aux_grad_accum
         require(
@@ -305,7 +316,7 @@ class Agent(nn.Module):
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             features = encoder(obs)
-        return features.float()
+        return features.float() if self.bf16 else features
 
     def value_from(self, obs: Tensor, features: Tensor) -> Tensor:
         """Value estimates [B] of observations whose features in the policy's encoder are given."""
@@ -351,9 +362,7 @@ class Rollout(NamedTuple):
     values: Tensor  # [T, N] float32, of the observations when they were made
     rewards: Tensor  # [T, N] float32, normalised
     dones: Tensor  # [T, N] float32
-    truncation_values: (
-        Tensor  # [T, N] float32, value of the final observation where a time limit ended an episode, else 0
-    )
+    truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
 
 
 def new_rollout(
@@ -392,9 +401,10 @@ def collect(
         rollout.actions[t] = action
         next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
         dones[t] = terminations | truncations
-        if truncations.any():
-            final_obs = torch.as_tensor(np.stack(infos["final_obs"][truncations])).to(obs)
-            rollout.truncation_values[t, truncations] = agent.get_value(final_obs)
+        cut = truncations & ~terminations  # by a time limit alone
+        if cut.any():
+            final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut])).to(obs)
+            rollout.truncation_values[t, cut] = agent.get_value(final_obs)
         obs = torch.as_tensor(next_obs).to(obs)
         step += envs.num_envs
         run.episodes(step, infos)
@@ -436,7 +446,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate objective (PPO, equation 7), negated. Arguments [B]; returns the loss and its metrics.
 
-    With `kl_penalty` (PPG, section 3.6), the plain surrogate with a penalty of half the squared log-ratio instead. The
+    With `kl_penalty` (PPG, section 3.5), the plain surrogate with a penalty of half the squared log-ratio instead. The
     approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
     """
     logratio = logprobs - old_logprobs
@@ -485,34 +495,34 @@ def update(
     else:
         passes = [(value_optimizer, args.e_value, False, True), (optimizer, args.e_policy, True, False)]
     history = []
-    for optimizer, epochs, train_policy, train_value in passes:
+    for opt, epochs, train_policy, train_value in passes:
         for _ in range(epochs):
             for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
-                obs, actions, logprobs, values, batch_advantages, batch_returns = (
-                    x[:, batch].flatten(0, 1) for x in (*rollout[:4], advantages, returns)
+                obs, actions, logprobs, values, batch_returns, batch_advantages = (
+                    x[:, batch].flatten(0, 1)
+                    for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
                 )
                 if args.norm_adv == "minibatch":
                     batch_advantages = normalize_advantages(batch_advantages)
                 _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
-                loss, metrics = 0, {}
+                loss, losses, metrics = 0.0, {}, {}
                 if train_policy:
-                    pg_loss, metrics = policy_loss(
-                        new_logprobs, logprobs, batch_advantages, args.clip_coef, args.kl_penalty
-                    )
+                    clip_coef, kl_penalty = args.clip_coef, args.kl_penalty
+                    pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, clip_coef, kl_penalty)
                     entropy_loss = entropy.mean()
-                    loss += pg_loss - args.ent_coef * entropy_loss
-                    metrics |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
+                    loss = loss + pg_loss - args.ent_coef * entropy_loss
+                    losses |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
                 if train_value:
                     v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
-                    loss += args.vf_coef * v_loss
-                    metrics |= {"losses/value_loss": v_loss}
-                optimizer.zero_grad()
+                    loss = loss + args.vf_coef * v_loss
+                    losses |= {"losses/value_loss": v_loss}
+                opt.zero_grad()
                 loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or float("inf"))
-                optimizer.step()
-                metrics |= {"losses/grad_norm": grad_norm}
+                grad_norm = clip_gradient(agent, args.max_grad_norm)
+                opt.step()
+                metrics = losses | metrics | {"losses/grad_norm": grad_norm}
                 history.append({tag: value.detach() for tag, value in metrics.items()})
-            if args.target_kl is not None and train_policy and metrics["losses/approx_kl"] > args.target_kl:
+            if train_policy and args.target_kl is not None and metrics["losses/approx_kl"] > args.target_kl:
                 break
     return mean_metrics(history) | {"losses/explained_variance": explained_variance(rollout.values, returns)}
 
@@ -520,7 +530,7 @@ def update(
 def auxiliary_loss(
     dist: Distribution, old_dist: Distribution, values: Tensor, aux_values: Tensor, returns: Tensor, beta_clone: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The joint objective and the value loss (PPG, equations 4 and 5): values, aux_values and returns [B]."""
+    """The auxiliary phase's L^joint and L^value (PPG, section 2) in one sum: values, aux_values and returns [B]."""
     aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
     real_value_loss = 0.5 * ((values - returns) ** 2).mean()
     kl_loss = kl_divergence(old_dist, dist).mean()
@@ -548,9 +558,8 @@ def auxiliary_phase(
         show: called with a line on the progress.
     """
     iterations, _, num_envs = returns.shape
-    rollouts = torch.arange(
-        iterations * num_envs, device=returns.device
-    )  # number k * N + n: environment n in iteration k
+    # Rollout number k * N + n is that of environment n in iteration k.
+    rollouts = torch.arange(iterations * num_envs, device=returns.device)
 
     def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
         return x[batch // num_envs, :, batch % num_envs].flatten(0, 1)
@@ -576,14 +585,20 @@ def auxiliary_phase(
                 loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, batch_returns, args.beta_clone)
                 (loss * len(batch) / len(group)).backward()
                 history.append({tag: value.detach() for tag, value in metrics.items()})
+            history[-1]["losses/aux/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
     return mean_metrics(history)
+
+
+def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
+    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
 
 
 def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of each tag over the minibatches that have it, still on the device."""
     tags = dict.fromkeys(tag for metrics in history for tag in metrics)
-    return {tag: torch.stack([metrics[tag] for metrics in history if tag in metrics]).mean() for tag in tags}
+    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -614,7 +629,10 @@ def main(args: Args) -> Path:
     optimizer, value_optimizer, aux_optimizer = (
         torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps) for _ in range(3)
     )
-    reward_normalizer = RewardNormalizer(args.num_envs, args.norm_reward_gamma) if args.norm_reward else None
+    reward_normalizer = None
+    if args.norm_reward:
+        norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     num_kept = min(args.n_pi, args.num_iterations)
     aux_obs = torch.empty((num_kept, *rollout.obs.shape), dtype=rollout.obs.dtype, device=device)
@@ -643,6 +661,7 @@ def main(args: Args) -> Path:
         # ---- auxiliary phase
         k = iteration % args.n_pi
         aux_obs[k], aux_returns[k] = rollout.obs, advantages + rollout.values
+        run.require_finite(step, metrics)  # before a phase of many passes is spent on a broken network
         if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
             kept_obs, kept_returns = aux_obs[: k + 1], aux_returns[: k + 1]
             metrics |= auxiliary_phase(agent, aux_optimizer, kept_obs, kept_returns, args, partial(run.show, step))

@@ -7,14 +7,18 @@
 The defaults are those of the Procgen paper (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588) for the easy mode, as
 run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_procgen.py:
 
-1. Rewards are scaled a rollout at a time: its returns enter the running statistics before it is divided by them.
+1. Rewards are scaled a rollout at a time: its returns enter the running statistics before it is divided by them. These
+   returns are discounted by gamma, as in CleanRL; baselines discounts them by .99 whatever gamma is.
 2. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
 3. Every finished episode is recorded. Losses are logged as means over all minibatches of an iteration.
 4. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
    https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
-5. Convolutions start from Xavier-uniform weights as in baselines (TensorFlow's default), not from PyTorch's default.
+5. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases: in baselines the convolutions do,
+   and the heads are orthogonal; CleanRL has PyTorch's default and orthogonal heads. Max-pooling pads both sides of a
+   frame, as in CleanRL; TensorFlow's pads one.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,7 +34,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.device import setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
-from common.errors import one_line_errors, require, require_positive
+from common.errors import check_settings, one_line_errors, require
 from common.run import Run
 
 
@@ -44,7 +48,7 @@ class Args:
     device: str = "auto"
     """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """number format of the encoder's activations; heads, losses and optimiser are float32 in any case"""
+    """number format in the encoder (on a GPU, fp32 convolutions run in TF32); all else is float32 in any case"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -80,7 +84,7 @@ class Args:
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     adam_eps: float = 1e-5
-    """Adam's epsilon"""
+    """Adam's epsilon (eps)"""
     num_steps: int = 256
     """steps of each environment in a rollout (T)"""
     gamma: float = 0.999
@@ -107,8 +111,8 @@ class Args:
     """stop an iteration's epochs once the approximate KL divergence exceeds this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
-    norm_reward_gamma: float = 0.999
-    """discount factor of that return"""
+    norm_reward_gamma: float | None = None
+    """discount factor of that return; None for gamma's"""
 
     # ---- networks
     feature_dim: int = 256
@@ -128,12 +132,21 @@ class Args:
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
-        require_positive(self, "total_timesteps num_envs num_steps num_minibatches feature_dim hidden_dim")
-        require_positive(self, "update_epochs")
+        check_settings(
+            self,
+            positive="total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
+            "max_grad_norm target_kl feature_dim hidden_dim",
+            not_negative="learning_rate adam_eps ent_coef vf_coef",
+            fractions="gamma gae_lambda norm_reward_gamma",
+        )
         require(
             self.batch_size % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
             f"{self.num_steps} steps = {self.batch_size}: change one of the three.",
+        )
+        require(
+            self.batch_size > self.num_minibatches or self.norm_adv != "minibatch",
+            "minibatches of a single step cannot be normalised: use fewer --num-minibatches or --norm-adv none.",
         )
 
 
@@ -266,18 +279,22 @@ class Agent(nn.Module):
         self.policy_head = PolicyHead(action_space, args.feature_dim, args.init_fn)
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
-    def encode(self, obs: Tensor) -> Tensor:
+    def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
-            features = self.encoder(obs)
-        return features.float()
+            features = encoder(obs)
+        return features.float() if self.bf16 else features
 
     def get_value(self, obs: Tensor) -> Tensor:
         """Value estimates, float32 [B], of observations [B, ...]."""
-        return self.value_head(self.encode(obs)).squeeze(-1)
+        return self.value_head(self.encode(self.encoder, obs)).squeeze(-1)
+
+    def get_policy(self, obs: Tensor) -> Tensor:
+        """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
+        return self.policy_head(self.encode(self.encoder, obs))
 
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""
-        features = self.encode(obs)
+        features = self.encode(self.encoder, obs)
         dist = action_dist(self.action_space, self.policy_head(features))
         if action is None:
             action = dist.sample()
@@ -296,9 +313,7 @@ class Rollout(NamedTuple):
     values: Tensor  # [T, N] float32, of the observations when they were made
     rewards: Tensor  # [T, N] float32, normalised
     dones: Tensor  # [T, N] float32
-    truncation_values: (
-        Tensor  # [T, N] float32, value of the final observation where a time limit ended an episode, else 0
-    )
+    truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
 
 
 def new_rollout(
@@ -337,9 +352,10 @@ def collect(
         rollout.actions[t] = action
         next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
         dones[t] = terminations | truncations
-        if truncations.any():
-            final_obs = torch.as_tensor(np.stack(infos["final_obs"][truncations])).to(obs)
-            rollout.truncation_values[t, truncations] = agent.get_value(final_obs)
+        cut = truncations & ~terminations  # by a time limit alone
+        if cut.any():
+            final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut])).to(obs)
+            rollout.truncation_values[t, cut] = agent.get_value(final_obs)
         obs = torch.as_tensor(next_obs).to(obs)
         step += envs.num_envs
         run.episodes(step, infos)
@@ -432,24 +448,25 @@ def update(
             loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
             optimizer.zero_grad()
             loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or float("inf"))
+            grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
-            metrics |= {
-                "losses/policy_loss": pg_loss,
-                "losses/value_loss": v_loss,
-                "losses/entropy": entropy_loss,
-                "losses/grad_norm": grad_norm,
-            }
+            losses = {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy_loss}
+            metrics = losses | metrics | {"losses/grad_norm": grad_norm}
             history.append({tag: value.detach() for tag, value in metrics.items()})
         if args.target_kl is not None and metrics["losses/approx_kl"] > args.target_kl:
             break
     return mean_metrics(history) | {"losses/explained_variance": explained_variance(values, returns)}
 
 
+def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
+    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
+
+
 def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of each tag over the minibatches that have it, still on the device."""
     tags = dict.fromkeys(tag for metrics in history for tag in metrics)
-    return {tag: torch.stack([metrics[tag] for metrics in history if tag in metrics]).mean() for tag in tags}
+    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -478,7 +495,10 @@ def main(args: Args) -> Path:
     observation_space, action_space = envs.single_observation_space, envs.single_action_space
     agent = Agent(observation_space, action_space, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps)
-    reward_normalizer = RewardNormalizer(args.num_envs, args.norm_reward_gamma) if args.norm_reward else None
+    reward_normalizer = None
+    if args.norm_reward:
+        norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     total_steps = args.num_iterations * args.batch_size
     run = Run(args, script="ppo.py", agent=agent, device=device, total_steps=total_steps)

@@ -21,8 +21,8 @@ def setup_device(device: str, *, seed: int, torch_deterministic: bool = True) ->
     Raises:
         InputError: the name is none of the above, or no such device is there.
     """
-    if seed < 0:
-        raise InputError(f"--seed {seed} is negative: choose a number from 0 on.")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed {seed} is out of range: use 0 to {2**32 - 1}.")
     resolved = resolve_device(device)
     random.seed(seed)
     np.random.seed(seed)

@@ -1,8 +1,10 @@
 """Errors that a person sees as one sentence instead of a traceback."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class InputError(ValueError):
@@ -32,8 +34,29 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-def require_positive(args: object, names: str) -> None:
-    """Raise InputError for the first of the named settings (separated by spaces) that is not above 0."""
-    for name in names.split():
-        flag, value = name.replace("_", "-"), getattr(args, name)
-        require(value > 0, f"--{flag} {value} cannot work: use a number above 0.")
+def check_settings(args: Any, positive: str, not_negative: str, fractions: str) -> None:
+    """Raise InputError for the first setting out of its range, before anything is started.
+
+    Each setting of a `Literal` type must have one of its values (tyro sees to it on the command line, nobody does in
+    process). Of the settings named, separated by spaces, those that are None pass.
+
+    Args:
+        args: a dataclass of settings.
+        positive, not_negative, fractions: names of settings that must be above 0, not below 0, and in 0 to 1.
+    """
+    for name, hint in get_type_hints(type(args)).items():
+        value = getattr(args, name)
+        choices = get_args(hint) if get_origin(hint) is Literal else [value]
+        require(value in choices, f"{flag(name)} {value} is not known: use one of {', '.join(map(str, choices))}.")
+    for names, condition, allowed in (
+        (positive, lambda value: 0 < value < math.inf, "a number above 0"),
+        (not_negative, lambda value: 0 <= value < math.inf, "0 or a number above"),
+        (fractions, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name)
+            require(value is None or condition(value), f"{flag(name)} {value} cannot work: use {allowed}.")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -77,15 +78,20 @@ class Run:
             raise InputError(
                 f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir."
             ) from error
+        self.wandb_run = None
         if args.track:
-            wandb.init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                name=path.name,
-                dir=path,
-                config=dataclasses.asdict(args),
-                sync_tensorboard=True,
-            )
+            try:
+                self.wandb_run = wandb.init(
+                    project=args.wandb_project_name,
+                    entity=args.wandb_entity,
+                    name=path.name,
+                    dir=path,
+                    config=dataclasses.asdict(args),
+                    sync_tensorboard=True,
+                )
+            except wandb.errors.UsageError as error:  # no login, say
+                shutil.rmtree(path)
+                raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
         self.progress_csv.writerow(("step", "seconds", "episodes", "episodic_return", "last_100_return"))
         self.episodes_csv.writerow(("step", "seconds", "env", "episodic_return", "episodic_length"))
         self.writer = SummaryWriter(str(path))
@@ -138,12 +144,16 @@ class Run:
         recent = mean(self.recent)
         row = (step, f"{seconds:.1f}", len(self.new_returns), f"{mean(self.new_returns):.6g}", f"{recent:.6g}")
         self.progress_csv.writerow(row)
-        for tag, value in values.items():
-            if not np.isfinite(value):
-                raise TrainingError(f"{tag} is {value} at step {step:,}: {self.stop_message}")
+        self.require_finite(step, values)
         self.new_returns.clear()
         self.step = step
         self.show(step, f"return {recent:.2f}", last=step >= self.total_steps)
+
+    def require_finite(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
+        """Raise TrainingError for the first metric that is NaN or infinite."""
+        for tag, value in metrics.items():
+            if not np.isfinite(float(value)):
+                raise TrainingError(f"{tag} is {float(value)} at step {step:,}: {self.stop_message}")
 
     def show(self, step: int, text: str, last: bool = False) -> None:
         """Move the bar to `step` and put `text` beside it; without a terminal, print a line every few seconds."""
@@ -168,8 +178,9 @@ class Run:
         Raises:
             TrainingError: a parameter is NaN or infinite; the model on disk stays as it is.
         """
-        for name, parameter in agent.named_parameters():
-            if not torch.isfinite(parameter).all():
+        finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).tolist()
+        for (name, _), is_finite in zip(agent.named_parameters(), finite, strict=True):
+            if not is_finite:
                 raise TrainingError(f"{name} is not finite after step {self.step:,}: {self.stop_message}")
         if not final and time.monotonic() - self.last_save < SAVE_SECONDS:
             return
@@ -186,6 +197,8 @@ class Run:
         self.save_model(agent, final=True)
         self.bar.close()
         self.writer.close()
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
         seconds = time.monotonic() - self.start
         print(
             f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "

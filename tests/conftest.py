@@ -1,0 +1,55 @@
+"""Small tasks with known answers, made available to `gymnasium.make`, and one PyTorch thread for steady timings."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+
+class CountEnv(gym.Env):
+    """The observation is the number of steps since the reset; the reward is 1; a time limit ends the episode."""
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.array([self.count], np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.array([self.count], np.float32), 1.0, False, False, {}
+
+
+class BitsEnv(gym.Env):
+    """A random bit pattern is shown; the reward is the share of bits that the action repeats. 10 steps an episode."""
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    observation_space = gym.spaces.Box(0, 1, (4,), np.float32)
+    action_space = gym.spaces.MultiBinary(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.show(), {}
+
+    def show(self):
+        self.bits = self.np_random.integers(0, 2, 4)
+        return self.bits.astype(np.float32)
+
+    def step(self, action):
+        assert self.action_space.contains(action), repr(action)
+        reward = float((action == self.bits).mean())
+        self.count += 1
+        return self.show(), reward, self.count == 10, False, {}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _register_tasks():
+    gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
+    gym.register("TestBits-v0", BitsEnv)

@@ -1,0 +1,37 @@
+"""What several test files use."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from common.envs import make_envs
+
+
+def load(script: ModuleType, run_dir: Path):
+    """The agent and the Args of a finished run."""
+    saved = torch.load(run_dir / "model.pt", weights_only=True)
+    args = script.Args(**saved["args"])
+    envs = make_envs(args.env_id, 1, seed=0)
+    agent = script.Agent(envs.single_observation_space, envs.single_action_space, args)
+    envs.close()
+    agent.load_state_dict(saved["agent"])
+    return agent, args
+
+
+@torch.no_grad()
+def evaluate(script: ModuleType, run_dir: Path, episodes: int = 20) -> float:
+    """Mean return of the most probable actions over the first episode of each of `episodes` unseen environments."""
+    agent, args = load(script, run_dir)
+    envs = make_envs(args.env_id, episodes, seed=10_000)
+    obs, _ = envs.reset(seed=10_000)
+    returns = np.full(episodes, np.nan)
+    while np.isnan(returns).any():
+        dist = script.action_dist(envs.single_action_space, agent.get_policy(torch.as_tensor(obs)))
+        obs, _, _, _, infos = envs.step(dist.mode.numpy())
+        if "episode" in infos:
+            first = infos["_episode"] & np.isnan(returns)
+            returns[first] = infos["episode"]["r"][first]
+    envs.close()
+    return float(returns.mean())

@@ -1,0 +1,105 @@
+"""Encoders, initial weights and agents; and the blocks that both scripts must hold byte for byte."""
+
+import inspect
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppg
+import ppo
+
+FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+SHARED_BLOCKS = [
+    "init_layer", "ResidualBlock", "ImpalaCNN", "MLP", "make_encoder", "PolicyHead", "action_dist", "Rollout",
+    "new_rollout", "collect", "compute_gae", "normalize_advantages", "value_loss", "mean_metrics", "explained_variance",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", SHARED_BLOCKS)
+def test_copies_are_equal(block):
+    assert inspect.getsource(getattr(ppo, block)) == inspect.getsource(getattr(ppg, block))
+
+
+def test_initial_scales_are_equal():
+    assert ppo.INIT_SCALES == ppg.INIT_SCALES
+
+
+def test_impala_cnn_has_the_published_size():
+    """Worked out by hand from figure 3 of the IMPALA paper, for frames of 64 x 64 x 3."""
+    expected = 0
+    channels = 3
+    for out in (16, 32, 32):
+        expected += 9 * channels * out + out + 4 * (9 * out * out + out)
+        channels = out
+    expected += 32 * 8 * 8 * 256 + 256
+    assert sum(p.numel() for p in ppo.ImpalaCNN((64, 64, 3), 256, "normed").parameters()) == expected == 622_144
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 3), (84, 84, 1), (33, 47, 4)])
+def test_impala_cnn_takes_any_size(shape):
+    frames = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    assert ppo.ImpalaCNN(shape, 10, "orthogonal")(frames).shape == (2, 10)
+
+
+def test_impala_cnn_reads_height_width_channels():
+    """A plain re-statement on [B, channels, height, width] floats gives the same features."""
+    torch.manual_seed(0)
+    network = ppo.ImpalaCNN((16, 16, 3), 8, "xavier_uniform")
+    frames = torch.randint(0, 256, (2, 16, 16, 3), dtype=torch.uint8)
+    x = torch.stack([frames[..., c] for c in range(3)], dim=1).float() / 255
+    expected = network.layers(x.contiguous())
+    torch.testing.assert_close(network(frames), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_normed_init_gives_rows_of_fixed_norm():
+    torch.manual_seed(0)
+    agent = ppg.Agent(FRAMES, gym.spaces.Discrete(15), ppg.Args())
+    norms = {name: w.flatten(1).norm(dim=1) for name, w in agent.named_parameters() if name.endswith("weight")}
+    for name, rows in norms.items():
+        if "head" in name:
+            scale = 0.1
+        elif "conv" in name:
+            scale = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
+        else:
+            scale = 1.4 if rows.numel() == 256 else 1.0
+        torch.testing.assert_close(rows, torch.full_like(rows, scale), msg=name)
+    assert all((p == 0).all() for name, p in agent.named_parameters() if name.endswith("bias"))
+
+
+def test_orthogonal_and_xavier_init():
+    torch.manual_seed(0)
+    agent = ppo.Agent(FRAMES, gym.spaces.Discrete(15), ppo.Args(init_fn="orthogonal"))
+    weight = agent.policy_head.linear.weight
+    torch.testing.assert_close(weight @ weight.T, 1e-4 * torch.eye(15), atol=1e-8, rtol=0)
+    agent = ppo.Agent(FRAMES, gym.spaces.Discrete(15), ppo.Args(init_fn="xavier_uniform"))
+    weight = agent.encoder.layers[0].weight
+    bound = math.sqrt(6 / (9 * 3 + 9 * 16))
+    assert 0.9 * bound < weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize("script", [ppo, ppg])
+def test_bf16_is_close_and_leaves_the_heads_in_float32(script):
+    agents = []
+    for precision in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        agents.append(script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(precision=precision)))
+    frames = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8)
+    exact, rounded = (agent.get_value(frames) for agent in agents)
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(exact, rounded, rtol=0.05, atol=0.05)
+    assert all(p.dtype == torch.float32 for p in agents[1].parameters())
+
+
+@pytest.mark.parametrize("script", [ppo, ppg])
+def test_box_actions_are_not_clipped_by_the_agent(script):
+    space = gym.spaces.Box(-0.01, 0.01, (2,), np.float32)
+    agent = script.Agent(gym.spaces.Box(-1, 1, (3,), np.float32), space, script.Args())
+    torch.manual_seed(0)
+    action, logprob, *_ = agent.get_action_and_value(torch.zeros(100, 3))
+    assert action.abs().max() > 1
+    expected = torch.distributions.Normal(0, 1).log_prob(action).sum(-1)  # zero mean (bias 0), log std 0
+    torch.testing.assert_close(logprob, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,216 @@
+"""Whole runs: collecting, repeatability, learning, and every Procgen game."""
+
+import csv
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers import evaluate, load
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppg
+import ppo
+from common.envs import PROCGEN_GAMES, RewardNormalizer, make_envs
+
+SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg])
+
+
+class Silent:
+    """Stands in for common.run.Run where only `collect` is under test; keeps what it is told."""
+
+    def __init__(self):
+        self.steps = []
+
+    def episodes(self, step, infos):
+        self.steps.append(step)
+
+
+def collect(script, env_id, num_envs, num_steps, reward_normalizer=None, rollouts=1):
+    torch.manual_seed(0)
+    envs = make_envs(env_id, num_envs, seed=0)
+    agent = script.Agent(envs.single_observation_space, envs.single_action_space, script.Args())
+    device = torch.device("cpu")
+    rollout = script.new_rollout(num_steps, num_envs, envs.single_observation_space, envs.single_action_space, device)
+    obs, step, run = torch.as_tensor(envs.reset(seed=0)[0]), 0, Silent()
+    for _ in range(rollouts):
+        obs, step = script.collect(agent, envs, rollout, obs, step, reward_normalizer, run)
+    envs.close()
+    assert run.steps == [num_envs * (t + 1) for t in range(num_steps * rollouts)]
+    assert step == num_envs * num_steps * rollouts
+    return agent, rollout, obs
+
+
+@SCRIPTS
+def test_collect_aligns_time_and_bootstraps_truncations(script):
+    """TestCount-v0 shows the step's number in the episode and is cut by a time limit after step 5."""
+    agent, rollout, obs = collect(script, "TestCount-v0", num_envs=3, num_steps=12)
+    counts = torch.arange(12) % 5
+    assert rollout.obs[:, 1, 0].tolist() == counts.tolist()
+    assert obs[:, 0].tolist() == [2, 2, 2]
+    assert rollout.dones[:, 1].tolist() == (counts == 4).float().tolist()
+    assert (rollout.rewards == 1).all()
+    with torch.no_grad():
+        final_value = agent.get_value(torch.tensor([[5.0]]))
+        torch.testing.assert_close(rollout.values[:, 1], agent.get_value(rollout.obs[:, 1]))
+    torch.testing.assert_close(rollout.truncation_values[:, 1], (counts == 4) * final_value)
+
+
+@SCRIPTS
+def test_collect_does_not_bootstrap_terminations(script):
+    """BitsEnv ends by itself after 10 steps; a rollout that is filled twice keeps no old bootstrap values."""
+    _, rollout, _ = collect(script, "TestBits-v0", num_envs=2, num_steps=10, rollouts=2)
+    assert rollout.dones[9].tolist() == [1, 1]
+    assert (rollout.truncation_values == 0).all()
+    _, rollout, _ = collect(script, "TestCount-v0", num_envs=2, num_steps=6, rollouts=2)
+    assert (rollout.truncation_values != 0).sum() == 2  # steps 5 and 10 lie in different rollouts
+
+
+@SCRIPTS
+def test_collect_stores_what_the_policy_did(script):
+    agent, rollout, _ = collect(script, "TestBits-v0", num_envs=4, num_steps=8)
+    obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten(0, 1)
+    dist = script.action_dist(agent.action_space, agent.get_policy(obs))
+    torch.testing.assert_close(dist.log_prob(actions), rollout.logprobs.flatten())
+    expected = (actions == obs).float().mean(-1)  # the reward stands at the index of the action that earned it
+    torch.testing.assert_close(rollout.rewards.flatten(), expected)
+
+
+def test_collect_normalises_rewards():
+    _, raw, _ = collect(ppo, "TestBits-v0", num_envs=4, num_steps=32)
+    _, scaled, _ = collect(ppo, "TestBits-v0", num_envs=4, num_steps=32, reward_normalizer=RewardNormalizer(4, 0.9))
+    expected = RewardNormalizer(4, 0.9)(raw.rewards.numpy(), raw.dones.numpy())
+    np.testing.assert_allclose(scaled.rewards.numpy(), expected, rtol=1e-6)
+    assert not np.allclose(expected, raw.rewards.numpy())
+
+
+def short_args(script, tmp_path, **settings):
+    sizes = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 96, "device": "cpu"}
+    if script is ppg:
+        sizes |= {"n_pi": 2, "e_aux": 1}
+    return script.Args(**(sizes | {"runs_dir": str(tmp_path)} | settings))
+
+
+def parameters(run_dir):
+    return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
+
+
+def deterministic_files(run_dir):
+    """The episodes and the progress of a run without the wall-clock columns."""
+    rows = []
+    for name in ("episodes.csv", "progress.csv"):
+        with (run_dir / name).open() as file:
+            rows += [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+    return rows
+
+
+@SCRIPTS
+@pytest.mark.parametrize("env_id", ["starpilot", "coinrun,maze", "CartPole-v1", "Pendulum-v1"])
+def test_same_seed_same_run(script, env_id, tmp_path):
+    first, second, other = (script.main(short_args(script, tmp_path, env_id=env_id, seed=seed)) for seed in (5, 5, 6))
+    a, b, c = (parameters(run_dir) for run_dir in (first, second, other))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+    assert deterministic_files(first) == deterministic_files(second)
+
+
+@SCRIPTS
+def test_same_seed_same_run_in_bf16(script, tmp_path):
+    a, b = (parameters(script.main(short_args(script, tmp_path, precision="bf16"))) for _ in range(2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("game", PROCGEN_GAMES)
+def test_every_game(script, game, tmp_path):
+    run_dir = script.main(short_args(script, tmp_path, env_id=game, num_threads=1))
+    load(script, run_dir)
+
+
+@pytest.mark.parametrize("settings", [
+    {"arch": "dual"}, {"arch": "shared"}, {"kl_penalty": 1.0}, {"e_value": 2}, {"num_aux_grad_accum": 2},
+    {"clip_coef_vf": 0.2, "max_grad_norm": 0.5, "norm_adv": "minibatch", "target_kl": 0.01, "norm_reward": False},
+])  # fmt: skip
+def test_ppg_variants_run(settings, tmp_path):
+    run_dir = ppg.main(short_args(ppg, tmp_path, env_id="starpilot", **settings))
+    assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
+
+
+@SCRIPTS
+def test_learning_rate_falls_linearly_over_the_whole_run(script, tmp_path):
+    """CleanRL's PPG restarts the schedule in every phase. 5 iterations: 2 phases of 2 and a remainder."""
+    args = short_args(
+        script, tmp_path, env_id="CartPole-v1", total_timesteps=5 * 32, anneal_lr=True, learning_rate=1.0e-3
+    )
+    events = EventAccumulator(str(script.main(args))).Reload()
+    rates = [event.value for event in events.Scalars("charts/learning_rate")]
+    assert rates == pytest.approx([1.0e-3 * (1 - i / 5) for i in range(5)])
+
+
+def test_learning_rate_reaches_all_optimizers(tmp_path, monkeypatch):
+    seen = []
+
+    def spy(agent, optimizer, *rest):
+        seen.append(optimizer.param_groups[0]["lr"])
+        return phase(agent, optimizer, *rest)
+
+    phase = ppg.auxiliary_phase
+    monkeypatch.setattr(ppg, "auxiliary_phase", spy)
+    ppg.main(
+        short_args(ppg, tmp_path, env_id="CartPole-v1", total_timesteps=4 * 32, anneal_lr=True, learning_rate=1e-3)
+    )
+    assert seen == pytest.approx([1e-3 * (1 - 1 / 4), 1e-3 * (1 - 3 / 4)])
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+
+CARTPOLE = {
+    "env_id": "CartPole-v1", "num_envs": 8, "num_steps": 128, "gamma": 0.99, "norm_reward_gamma": 0.99,
+    "total_timesteps": 200_000, "anneal_lr": True, "device": "cpu",
+}  # fmt: skip
+
+
+@SCRIPTS
+def test_solves_cartpole(script, tmp_path):
+    args = script.Args(runs_dir=str(tmp_path), **CARTPOLE)
+    if script is ppg:
+        args.n_pi = 8
+    assert evaluate(script, script.main(args)) >= 475
+
+
+@SCRIPTS
+def test_improves_pendulum(script, tmp_path):
+    """A random policy scores about -1200, a good one better than -200."""
+    args = script.Args(
+        runs_dir=str(tmp_path), env_id="Pendulum-v1", num_envs=16, num_steps=128, gamma=0.9, norm_reward_gamma=0.9,
+        total_timesteps=300_000, learning_rate=1e-3, ent_coef=0.0, anneal_lr=True, device="cpu",
+    )  # fmt: skip
+    if script is ppg:
+        args.n_pi, args.e_policy, args.e_value = 8, 4, 4
+    else:
+        args.update_epochs = 10
+    assert evaluate(script, script.main(args)) > -400
+
+
+@SCRIPTS
+def test_learns_multibinary_actions(script, tmp_path):
+    """TestBits-v0 pays 5 a episode for random bits and 10 for the right ones."""
+    args = script.Args(
+        runs_dir=str(tmp_path), env_id="TestBits-v0", num_envs=8, num_steps=64, gamma=0.9, norm_reward_gamma=0.9,
+        total_timesteps=40_000, learning_rate=2e-3, anneal_lr=True, device="cpu",
+    )  # fmt: skip
+    if script is ppg:
+        args.n_pi = 8
+    assert evaluate(script, script.main(args)) > 9.5
+
+
+def test_gymnasium_is_the_version_with_same_step_statistics():
+    """Before 1.3 or so, RecordEpisodeStatistics lost the first reward of each episode in same-step mode."""
+    envs = make_envs("TestCount-v0", 1, seed=0)
+    envs.reset(seed=0)
+    returns = []
+    for _ in range(10):
+        infos = envs.step(np.zeros(1, np.int64))[-1]
+        returns += [infos["episode"]["r"][0]] if "episode" in infos else []
+    assert returns == [5, 5]
+    assert isinstance(envs, gym.vector.VectorEnv)
