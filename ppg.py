@@ -88,7 +88,7 @@ class Args:
     total_timesteps: int = 25_000_000
     """environment steps in all; rounded up to whole iterations of N x T"""
     learning_rate: float = 5e-4
-    """step size of Adam"""
+    """step size of Adam (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     adam_eps: float = 1e-8
@@ -661,8 +661,8 @@ def main(args: Args) -> Path:
         # ---- auxiliary phase
         k = iteration % args.n_pi
         aux_obs[k], aux_returns[k] = rollout.obs, advantages + rollout.values
-        run.require_finite(step, metrics)  # before a phase of many passes is spent on a broken network
         if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
+            run.require_finite(step, metrics)  # before a phase of many passes is spent on a broken network
             kept_obs, kept_returns = aux_obs[: k + 1], aux_returns[: k + 1]
             metrics |= auxiliary_phase(agent, aux_optimizer, kept_obs, kept_returns, args, partial(run.show, step))
 

@@ -80,7 +80,7 @@ class Args:
     total_timesteps: int = 25_000_000
     """environment steps in all; rounded up to whole iterations of N x T"""
     learning_rate: float = 5e-4
-    """step size of Adam"""
+    """step size of Adam (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     adam_eps: float = 1e-5

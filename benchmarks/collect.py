@@ -2,9 +2,9 @@
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
 
-Each run folder becomes benchmarks/results/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration (environment
-steps; wall-clock seconds; number and mean return of the episodes that ended in the iteration; mean return of the last 100
-episodes), with a seed<k>.meta.json beside it (command, commit, versions, machine).
+Each run folder becomes benchmarks/results/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
+steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
+last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine) stands beside it.
 """
 
 import json
@@ -21,10 +21,11 @@ def collect(run_dir: Path) -> Path:
     levels = args["num_levels"] or "all"
     folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / args["env_id"]
     target = folder / f"seed{args['seed']}.csv"
-    if target.exists() and target.read_text() != (run_dir / "progress.csv").read_text():
+    curve = (run_dir / "progress.csv").read_text()
+    if target.exists() and target.read_text() != curve:
         raise FileExistsError(f"{target} holds another run: remove it first")
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(run_dir / "progress.csv", target)
+    target.write_text(curve)
     shutil.copyfile(run_dir / "meta.json", target.with_suffix(".meta.json"))
     return target
 

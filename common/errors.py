@@ -17,7 +17,7 @@ class TrainingError(RuntimeError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print the two errors above as one line on stderr; exit with 2 (bad input) or 1 (failed run).
+    """Print the two errors above as one line on stderr; exit with 2 (bad input) or 1 (failed run), or 130 on Ctrl-C.
 
     Only a script's main guard uses it: code that calls `main(Args(...))` in process gets the exceptions themselves.
     """
@@ -26,6 +26,9 @@ def one_line_errors() -> Iterator[None]:
     except (InputError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
 
 
 def require(condition: bool, message: str) -> None:

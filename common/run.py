@@ -72,12 +72,12 @@ class Run:
             self.path = path = make_run_dir(args)
             self.write_json("args.json", dataclasses.asdict(args))
             self.write_json("meta.json", provenance(command(args, script), device))
-            self.progress_csv = csv.writer((path / "progress.csv").open("w", newline="", buffering=1))
-            self.episodes_csv = csv.writer((path / "episodes.csv").open("w", newline="", buffering=1))
+            self.files = [(path / name).open("w", newline="", buffering=1) for name in ("progress.csv", "episodes.csv")]
         except OSError as error:
             raise InputError(
                 f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir."
             ) from error
+        self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.wandb_run = None
         if args.track:
             try:
@@ -92,13 +92,13 @@ class Run:
             except wandb.errors.UsageError as error:  # no login, say
                 shutil.rmtree(path)
                 raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
+        self.progress_csv, self.episodes_csv = (csv.writer(file, lineterminator="\n") for file in self.files)
         self.progress_csv.writerow(("step", "seconds", "episodes", "episodic_return", "last_100_return"))
         self.episodes_csv.writerow(("step", "seconds", "env", "episodic_return", "episodic_length"))
         self.writer = SummaryWriter(str(path))
         table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
 
-        self.stop_message = f"the run stops; its last good model is {path / 'model.pt'}"
         self.recent = deque(maxlen=100)  # returns of the last 100 episodes
         self.new_returns = []  # returns of the episodes that ended since the last row
         self.num_episodes = self.step = 0
@@ -108,9 +108,16 @@ class Run:
         task = args.env_id if "-v" in args.env_id else f"{args.env_id} ({args.distribution_mode})"
         print(
             f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision} | "
-            f"{parameters:,} parameters | {path}"
+            f"{parameters:,} parameters | {path}",
+            flush=True,
         )
-        self.bar = tqdm(total=total_steps, unit=" steps", unit_scale=True, disable=not sys.stderr.isatty())
+        self.bar = tqdm(
+            total=total_steps,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} steps  SPS {rate_fmt}{postfix}  ETA {remaining}",
+            unit="",
+            unit_scale=True,
+            disable=not sys.stderr.isatty(),
+        )
         self.save_model(agent)
 
     def episodes(self, step: int, infos: Mapping[str, Any]) -> None:
@@ -122,6 +129,9 @@ class Run:
             episodic_return, length = float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])
             self.writer.add_scalar("charts/episodic_return", episodic_return, step)
             self.writer.add_scalar("charts/episodic_length", length, step)
+            if len(self.games) > 1:
+                game = self.games[env % len(self.games)]
+                self.writer.add_scalar(f"charts/episodic_return/{game}", episodic_return, step)
             self.episodes_csv.writerow((step, seconds, env, f"{episodic_return:.6g}", length))
             self.recent.append(episodic_return)
             self.new_returns.append(episodic_return)
@@ -153,7 +163,11 @@ class Run:
         """Raise TrainingError for the first metric that is NaN or infinite."""
         for tag, value in metrics.items():
             if not np.isfinite(float(value)):
-                raise TrainingError(f"{tag} is {float(value)} at step {step:,}: {self.stop_message}")
+                self.fail(f"{tag} is {float(value)} at step {step:,}")
+
+    def fail(self, reason: str) -> None:
+        self.bar.close()
+        raise TrainingError(f"{reason}: the run stops; its last good model is {self.path / 'model.pt'}")
 
     def show(self, step: int, text: str, last: bool = False) -> None:
         """Move the bar to `step` and put `text` beside it; without a terminal, print a line every few seconds."""
@@ -181,13 +195,14 @@ class Run:
         finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).tolist()
         for (name, _), is_finite in zip(agent.named_parameters(), finite, strict=True):
             if not is_finite:
-                raise TrainingError(f"{name} is not finite after step {self.step:,}: {self.stop_message}")
+                self.fail(f"{name} is not finite after step {self.step:,}")
         if not final and time.monotonic() - self.last_save < SAVE_SECONDS:
             return
         self.last_save = time.monotonic()
         temporary = self.path / "model.pt.tmp"
         with temporary.open("wb") as file:
-            torch.save({"agent": agent.state_dict(), "args": dataclasses.asdict(self.args), "step": self.step}, file)
+            weights = {name: value.cpu() for name, value in agent.state_dict().items()}
+            torch.save({"agent": weights, "args": dataclasses.asdict(self.args), "step": self.step}, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path / "model.pt")
@@ -197,6 +212,8 @@ class Run:
         self.save_model(agent, final=True)
         self.bar.close()
         self.writer.close()
+        for file in self.files:
+            file.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
         seconds = time.monotonic() - self.start

@@ -1,0 +1,66 @@
+"""Device set-up, and learning without a single look at the device from the host."""
+
+import contextlib
+import ctypes
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppg
+import ppo
+from common.device import keep_freed_memory, resolve_device, setup_device
+from common.errors import InputError
+
+FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
+
+
+def test_resolve_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    assert resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(InputError, match="cuda:0 to cuda:1"):
+        resolve_device("cuda:2")
+    for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
+        with pytest.raises(InputError, match="use auto, cpu, cuda or cuda:N"):
+            resolve_device(name)
+
+
+def test_setup_device_seeds_all_generators():
+    draws = []
+    for seed in (3, 3, 4):
+        setup_device("cpu", seed=seed)
+        draws.append((torch.rand(1).item(), np.random.rand()))
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    keep_freed_memory()
+    assert "mallopt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [ppo, ppg])
+def test_learning_never_waits_for_the_device(script, monkeypatch):
+    """On the meta device, whose tensors have no content, any `.item()`, `if tensor` or copy to the host raises."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no meta device
+    meta = torch.device("meta")
+    args = script.Args(num_envs=4, num_steps=8, num_minibatches=2)
+    agent = script.Agent(FRAMES, ACTIONS, args).to(meta)
+    rollout = script.new_rollout(8, 4, FRAMES, ACTIONS, meta)
+    with torch.no_grad():
+        last_value = agent.get_value(rollout.obs[0])
+    advantages = script.compute_gae(rollout, last_value, 0.99, 0.95)
+    optimizers = [torch.optim.Adam(agent.parameters()) for _ in range(1 if script is ppo else 2)]
+    metrics = script.update(agent, *optimizers, rollout, advantages, args)
+    if script is ppg:
+        obs, returns = (
+            torch.empty(2, *rollout.obs.shape, dtype=torch.uint8, device=meta),
+            torch.empty(2, 8, 4, device=meta),
+        )
+        metrics |= ppg.auxiliary_phase(agent, optimizers[0], obs, returns, args, show=lambda text: None)
+    assert all(value.device == meta for value in metrics.values())
