@@ -40,7 +40,7 @@ import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
-from common.device import setup_device
+from common.device import empty, setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
 from common.run import Run
@@ -169,9 +169,10 @@ class Args:
             f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs} (a minibatch is made "
             "of whole environments): change one of the two.",
         )
+        normalized = {"minibatch": self.batch_size // self.num_minibatches, "batch": self.batch_size, "none": 2}
         require(
-            self.batch_size > self.num_minibatches or self.norm_adv != "minibatch",
-            "minibatches of a single step cannot be normalised: use fewer --num-minibatches or --norm-adv none.",
+            normalized[self.norm_adv] > 1,
+            f"--norm-adv {self.norm_adv} cannot normalise a single step: lower --num-minibatches or choose none.",
         )
         aux_batch = self.num_aux_rollouts * self.num_aux_grad_accum
         require(
@@ -635,7 +636,7 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     num_kept = min(args.n_pi, args.num_iterations)
-    aux_obs = torch.empty((num_kept, *rollout.obs.shape), dtype=rollout.obs.dtype, device=device)
+    aux_obs = empty((num_kept, *rollout.obs.shape), rollout.obs.dtype, device, "--n-pi, --num-envs or --num-steps")
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
     total_steps = args.num_iterations * args.batch_size
     run = Run(args, script="ppg.py", agent=agent, device=device, total_steps=total_steps)

@@ -144,9 +144,10 @@ class Args:
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
             f"{self.num_steps} steps = {self.batch_size}: change one of the three.",
         )
+        normalized = {"minibatch": self.batch_size // self.num_minibatches, "batch": self.batch_size, "none": 2}
         require(
-            self.batch_size > self.num_minibatches or self.norm_adv != "minibatch",
-            "minibatches of a single step cannot be normalised: use fewer --num-minibatches or --norm-adv none.",
+            normalized[self.norm_adv] > 1,
+            f"--norm-adv {self.norm_adv} cannot normalise a single step: lower --num-minibatches or choose none.",
         )
 
 

@@ -1,7 +1,9 @@
 """Device, seeds and memory allocator of a run."""
 
 import ctypes
+import math
 import random
+import re
 import sys
 
 import numpy as np
@@ -39,12 +41,21 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if count else "cpu")
     kind, _, index = device.partition(":")
-    if device != "cpu" and not (kind == "cuda" and (index.isdigit() or device == "cuda")):
+    if device != "cpu" and not re.fullmatch(r"cuda(:[0-9]+)?", device):
         raise InputError(f"--device {device!r} is not known: use auto, cpu, cuda or cuda:N.")
     if kind == "cuda" and int(index or 0) >= count:
         found = f"there are {count} GPUs, cuda:0 to cuda:{count - 1}" if count else "PyTorch sees no CUDA GPU here"
         raise InputError(f"--device {device} is not there ({found}): use --device auto or another device.")
     return torch.device(device)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, flags: str) -> torch.Tensor:
+    """`torch.empty`, with an InputError that names the `flags` to lower where the memory is too small."""
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs
+        gigabytes = math.prod(shape) * dtype.itemsize / 1e9
+        raise InputError(f"{gigabytes:.1f} GB do not fit into the memory of {device}: lower {flags}.") from error
 
 
 # mallopt's parameter numbers, from glibc's malloc.h

@@ -52,7 +52,7 @@ def make_envs(
     Gymnasium episode.
 
     Args:
-        seed: of the level draws of Procgen, or of the first of the `num_envs` Gymnasium tasks (the others count on).
+        seed: of Procgen's level draws. Gymnasium tasks are seeded by `reset(seed=...)`, which Procgen's ignore.
         distribution_mode, num_levels, start_level, num_threads: of Procgen; see `ProcgenVectorEnv`.
         capture_video: make the environments fit to be wrapped in `RecordFirstEnv`.
 
@@ -64,16 +64,19 @@ def make_envs(
     if capture_video and not importlib.util.find_spec("av"):
         raise InputError("--capture-video needs a video encoder: pip install av, or leave --capture-video out.")
     games = env_id.split(",")
-    if all(game in PROCGEN_GAMES for game in games):
+    if len(games) > 1 or env_id in PROCGEN_GAMES:
+        if not set(games) <= set(PROCGEN_GAMES):
+            raise unknown_env(env_id)
         check_procgen(games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads)
         envs = ProcgenVectorEnv(
             games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads, render=capture_video
         )
     else:
-        if (distribution_mode, num_levels, start_level) != ("easy", 0, 0) and env_id in gym.registry:
+        envs = make_gymnasium(env_id, num_envs, render_mode="rgb_array" if capture_video else None)
+        if (distribution_mode, num_levels, start_level) != ("easy", 0, 0):
+            envs.close()
             flags = "--distribution-mode, --num-levels and --start-level"
             raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
-        envs = make_gymnasium(env_id, num_envs, render_mode="rgb_array" if capture_video else None)
     try:
         check_spaces(env_id, envs.single_observation_space, envs.single_action_space)
     except InputError:
@@ -183,16 +186,22 @@ def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> Vecto
             vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
             render_mode=render_mode,
         )
-    except gym.error.UnregisteredEnv:
-        known = [*PROCGEN_GAMES, *gym.registry]
-        near = [match for part in env_id.split(",") for match in difflib.get_close_matches(part, known, 1)]
-        hint = f" Did you mean {','.join(near)}?" if near and near != env_id.split(",") else ""
-        raise InputError(
-            f"--env-id {env_id} is not known.{hint} The Procgen games are {', '.join(PROCGEN_GAMES)} (join several by "
-            "commas); any Gymnasium id such as CartPole-v1 works too."
-        ) from None
     except (gym.error.Error, ImportError) as error:
+        if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
+            raise unknown_env(env_id) from None
         raise InputError(f"--env-id {env_id} cannot be made: {error}") from error
+
+
+def unknown_env(env_id: str) -> InputError:
+    """What to raise for an id that is no Procgen game, list of such games or Gymnasium id."""
+    names = env_id.split(",")
+    known = PROCGEN_GAMES if len(names) > 1 else [*PROCGEN_GAMES, *gym.registry]
+    near = [next(iter(difflib.get_close_matches(name, known, 1)), "") for name in names]
+    hint = f" Did you mean {','.join(near)}?" if all(near) else ""
+    return InputError(
+        f"--env-id {env_id!r} is not known.{hint} The Procgen games are {', '.join(PROCGEN_GAMES)} (join several by "
+        "commas); any Gymnasium id such as CartPole-v1 works too."
+    )
 
 
 def check_procgen(
@@ -223,6 +232,10 @@ def check_procgen(
     for flag, value in (("num-levels", num_levels), ("start-level", start_level), ("num-threads", num_threads)):
         if value < 0:
             raise InputError(f"--{flag} {value} is negative: use 0 or more.")
+    if start_level + num_levels >= 2**31:
+        raise InputError("--start-level and --num-levels are too large: their sum must stay below 2147483648.")
+    if num_threads > 1024:
+        raise InputError(f"--num-threads {num_threads} is too large: use 0 to 1024.")
     if start_level and not num_levels:
         raise InputError("--start-level has no effect while the levels are unlimited: set --num-levels, too.")
     if not 0 <= seed < 2**31:
@@ -280,7 +293,7 @@ class RecordFirstEnv(VectorWrapper):
             self.video_dir.mkdir(exist_ok=True)
             path = str(self.video_dir / f"episode-{self.episode}.mp4")
             self.writer = imageio.v3.imopen(path, "w", plugin="pyav")
-            self.writer.init_video_stream("libx264", fps=self.metadata["render_fps"])
+            self.writer.init_video_stream("libx264", fps=self.metadata.get("render_fps", 30))
         self.writer.write_frame(frame)
 
     def finish_video(self) -> None:

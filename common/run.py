@@ -23,6 +23,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from common.envs import PROCGEN_GAMES
 from common.errors import InputError, TrainingError
 
 PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
@@ -32,8 +33,8 @@ LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no 
 
 def make_run_dir(args: Any) -> Path:
     """Make the folder of a run that starts now: <runs_dir>/<env>__<script>__<seed>__<time>, with a suffix if taken."""
-    env = args.env_id.replace("/", "-").replace(",", "+")
-    path = name = Path(args.runs_dir) / f"{env}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    title = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    path = name = Path(args.runs_dir) / title.replace("/", "-").replace(",", "+")
     for number in itertools.count(2):
         try:
             path.mkdir(parents=True)
@@ -105,7 +106,7 @@ class Run:
         self.start = self.last_shown = time.monotonic()
         self.last_save = -float("inf")
         parameters = sum(parameter.numel() for parameter in agent.parameters())
-        task = args.env_id if "-v" in args.env_id else f"{args.env_id} ({args.distribution_mode})"
+        task = f"{args.env_id} ({args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else args.env_id
         print(
             f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision} | "
             f"{parameters:,} parameters | {path}",

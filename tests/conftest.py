@@ -52,4 +52,4 @@ class BitsEnv(gym.Env):
 @pytest.fixture(scope="session", autouse=True)
 def _register_tasks():
     gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
-    gym.register("TestBits-v0", BitsEnv)
+    gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up

@@ -58,7 +58,7 @@ def test_collect_aligns_time_and_bootstraps_truncations(script):
 
 @SCRIPTS
 def test_collect_does_not_bootstrap_terminations(script):
-    """BitsEnv ends by itself after 10 steps; a rollout that is filled twice keeps no old bootstrap values."""
+    """TestBits-v0 ends by itself in step 10, its time limit; a rollout filled twice keeps no old bootstrap values."""
     _, rollout, _ = collect(script, "TestBits-v0", num_envs=2, num_steps=10, rollouts=2)
     assert rollout.dones[9].tolist() == [1, 1]
     assert (rollout.truncation_values == 0).all()
@@ -205,7 +205,7 @@ def test_learns_multibinary_actions(script, tmp_path):
 
 
 def test_gymnasium_is_the_version_with_same_step_statistics():
-    """Before 1.3 or so, RecordEpisodeStatistics lost the first reward of each episode in same-step mode."""
+    """In early 1.x, RecordEpisodeStatistics lost the first reward of each episode in same-step mode."""
     envs = make_envs("TestCount-v0", 1, seed=0)
     envs.reset(seed=0)
     returns = []

@@ -1,0 +1,319 @@
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppg
+import ppo
+from common.envs import PROCGEN_GAMES
+from common.errors import InputError, TrainingError
+
+ROOT = Path(__file__).parent.parent
+BOTH = pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+ALL_GAMES = ", ".join(PROCGEN_GAMES)
+
+
+def make_args(script, tmp_path, **settings):
+    """A run of a second on CartPole, but for `settings`."""
+    small = {"num_envs": 4, "num_steps": 16, "total_timesteps": 64, "num_minibatches": 2, "device": "cpu"}
+    if script is ppg:
+        small |= {"n_pi": 2, "e_aux": 1}
+    return script.Args(**{"env_id": "CartPole-v1", "runs_dir": str(tmp_path / "runs"), **small} | settings)
+
+
+def check_rejected(script, tmp_path, settings, *words):
+    """The run is refused in one line that holds all of `words`, and nothing is left behind."""
+    with pytest.raises(InputError) as error:
+        script.main(make_args(script, tmp_path, **settings))
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert not list(tmp_path.glob("runs/*"))
+
+
+# ---------------------------------------------------------------------------------------------------------- in process
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        # the task
+        ({"env_id": "starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
+        ({"env_id": "StarPilot"}, ["StarPilot", "Did you mean starpilot?", ALL_GAMES]),
+        ({"env_id": "nonsense"}, ["nonsense", ALL_GAMES]),
+        ({"env_id": "coinrun,starpliot"}, ["starpliot", "Did you mean coinrun,starpilot?", ALL_GAMES]),
+        ({"env_id": "CartPol-v1"}, ["CartPol-v1", "Did you mean CartPole-v1?"]),
+        ({"env_id": "CartPole-v7"}, ["CartPole-v7", "Did you mean CartPole-v1?"]),
+        ({"env_id": "Nowhere/Task-v0"}, ["Nowhere/Task-v0", "not known"]),
+        # Procgen's modes and levels
+        ({"env_id": "bigfish", "distribution_mode": "memory"}, ["bigfish", "--distribution-mode memory", "caveflyer"]),
+        ({"env_id": "coinrun", "distribution_mode": "esay"}, ["--distribution-mode esay", "easy, hard, extreme"]),
+        (
+            {"env_id": "coinrun,bigfish", "distribution_mode": "memory"},
+            ["coinrun has no memory mode", "--distribution-mode memory works with"],
+        ),
+        (
+            {"env_id": "coinrun", "distribution_mode": "exploration", "num_levels": 10},
+            ["--distribution-mode exploration", "--num-levels"],
+        ),
+        (
+            {"env_id": "coinrun", "distribution_mode": "exploration", "num_levels": 10, "start_level": 1},
+            ["--distribution-mode exploration", "--start-level"],
+        ),
+        ({"env_id": "coinrun,maze", "distribution_mode": "exploration"}, ["single game", "coinrun, maze"]),
+        ({"env_id": "coinrun,maze,heist"}, ["--num-envs 4", "3 games", "multiple of 3"]),
+        ({"env_id": "coinrun", "num_levels": -1}, ["--num-levels -1"]),
+        ({"env_id": "coinrun", "num_levels": 5, "start_level": -1}, ["--start-level -1"]),
+        ({"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
+        ({"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
+        ({"env_id": "coinrun", "seed": 2**31}, [f"--seed {2**31}"]),
+        ({"num_levels": 5}, ["--num-levels", "leave them out for CartPole-v1"]),
+        ({"start_level": 5}, ["--start-level", "leave them out for CartPole-v1"]),
+        ({"distribution_mode": "hard"}, ["--distribution-mode", "leave them out for CartPole-v1"]),
+        # sizes
+        ({"num_envs": 0}, ["--num-envs 0"]),
+        ({"num_envs": -4}, ["--num-envs -4"]),
+        ({"num_steps": -16}, ["--num-steps -16"]),
+        ({"total_timesteps": 0}, ["--total-timesteps 0"]),
+        ({"num_minibatches": 0}, ["--num-minibatches 0"]),
+        ({"num_minibatches": 3}, ["--num-minibatches 3"]),
+        ({"num_minibatches": 128}, ["--num-minibatches 128"]),
+        ({"feature_dim": -1}, ["--feature-dim -1"]),
+        ({"hidden_dim": 0}, ["--hidden-dim 0"]),
+        # other numbers and choices
+        ({"learning_rate": -1e-3}, ["--learning-rate -0.001"]),
+        ({"learning_rate": math.nan}, ["--learning-rate nan"]),
+        ({"gamma": 1.5}, ["--gamma 1.5"]),
+        ({"gae_lambda": -0.1}, ["--gae-lambda -0.1"]),
+        ({"clip_coef": 0.0}, ["--clip-coef 0.0"]),
+        ({"max_grad_norm": -1.0}, ["--max-grad-norm -1.0"]),  # it would climb the loss
+        ({"norm_adv": "batches"}, ["--norm-adv batches", "minibatch, batch, none"]),
+        ({"precision": "fp16"}, ["--precision fp16", "fp32, bf16"]),
+        ({"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}, ["single step", "--num-minibatches"]),
+        # device and seed
+        ({"device": "cuda:99"}, ["--device cuda:99", "not there"]),
+        ({"device": "tpu"}, ["--device 'tpu'", "auto, cpu, cuda or cuda:N"]),
+        ({"seed": -1}, ["--seed -1"]),
+        ({"seed": 2**32}, [f"--seed {2**32}"]),
+        # spaces
+        ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "observation space Discrete(16)", "wrap it"]),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_rejected(script, settings, words, tmp_path):
+    check_rejected(script, tmp_path, settings, *words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_minibatches": 8}, ["--num-minibatches 8", "--num-envs 4"]),  # divides the batch, but not the envs
+        ({"num_aux_rollouts": 3}, ["--num-aux-rollouts 3", "4 x 2"]),
+        ({"num_aux_rollouts": 4, "num_aux_grad_accum": 4}, ["--num-aux-grad-accum 4", "= 16", "4 x 2"]),
+        ({"n_pi": 0}, ["--n-pi 0"]),
+        ({"e_policy": 0}, ["--e-policy 0"]),
+        ({"e_value": 0}, ["--e-value 0"]),
+        ({"e_aux": -1}, ["--e-aux -1"]),
+        ({"num_aux_rollouts": 0}, ["--num-aux-rollouts 0"]),
+        ({"num_aux_grad_accum": 0}, ["--num-aux-grad-accum 0"]),
+    ],
+)
+def test_rejected_by_ppg(settings, words, tmp_path):
+    check_rejected(ppg, tmp_path, settings, *words)
+
+
+def test_rejected_by_ppo(tmp_path):
+    check_rejected(ppo, tmp_path, {"update_epochs": 0}, "--update-epochs 0")
+    check_rejected(ppo, tmp_path, {"num_minibatches": 24}, "--num-minibatches 24", "4 environments x 16 steps = 64")
+
+
+@BOTH
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_rejected_without_gpu(script, tmp_path):
+    check_rejected(script, tmp_path, {"device": "cuda"}, "--device cuda", "--device auto")
+
+
+@BOTH
+@pytest.mark.parametrize("below", ["", "runs", "a/b"])
+def test_rejected_runs_dir(script, below, tmp_path):
+    # Not a folder without permission: the superuser may write there.
+    file = tmp_path / "file"
+    file.write_text("kept")
+    check_rejected(script, tmp_path, {"runs_dir": str(file / below)}, str(file / below), "--runs-dir")
+    assert file.read_text() == "kept"
+
+
+class StillEnv(gym.Env):
+    """Does nothing, in the spaces given."""
+
+    def __init__(self, observation_space=None, action_space=None, render_mode=None):
+        self.observation_space = observation_space or gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = action_space or gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("kind", "space", "words"),
+    [
+        ("action_space", gym.spaces.MultiDiscrete([2, 3]), ["action space MultiDiscrete"]),
+        ("action_space", gym.spaces.Tuple([gym.spaces.Discrete(2)] * 2), ["action space Tuple"]),
+        ("action_space", gym.spaces.Discrete(3, start=-1), ["action space Discrete(3, start=-1)", "counted from 0"]),
+        ("action_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["action space Box", "one-dimensional"]),
+        ("observation_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["observation space Box", "flat vectors"]),
+        ("observation_space", gym.spaces.Box(0, 1, (8, 8, 3), np.float32), ["observation space Box", "uint8"]),
+        ("observation_space", gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), ["[4, 84, 84]", "height, width"]),
+        ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["observation space Dict"]),
+    ],
+)
+def test_rejected_spaces(script, kind, space, words, tmp_path):
+    gym.register("TestStill-v0", entry_point=StillEnv, kwargs={kind: space})
+    try:
+        check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
+    finally:
+        del gym.registry["TestStill-v0"]
+
+
+@BOTH
+@pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="ale-py is installed")
+def test_rejected_without_atari(script, tmp_path):
+    check_rejected(script, tmp_path, {"env_id": "ALE/Pong-v5"}, "ALE/Pong-v5", "pip install ale-py")
+
+
+@BOTH
+def test_rejected_without_wandb(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_rejected(script, tmp_path, {"track": True}, "--track", "pip install wandb")
+
+
+@BOTH
+def test_rejected_by_wandb(script, tmp_path, monkeypatch):
+    """Without a login, say."""
+    wandb = pytest.importorskip("wandb")
+
+    def init(**settings):
+        raise wandb.errors.UsageError("no API key configured")
+
+    monkeypatch.setattr(wandb, "init", init)
+    check_rejected(script, tmp_path, {"track": True}, "--track", "no API key configured")
+
+
+@BOTH
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "starpilot"])
+def test_rejected_without_video_encoder(script, env_id, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "av" else find_spec(name, *rest)
+    )
+    settings = {"capture_video": True, "env_id": env_id}
+    check_rejected(script, tmp_path, settings, "--capture-video", "pip install av")
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def run_script(script, tmp_path, *words):
+    return subprocess.run(
+        [sys.executable, ROOT / f"{script.__name__}.py", *words],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [("--env-id starpliot", "starpilot"), ("--num-envs 4 --num-minibatches 3", "--num-minibatches 3")],
+)
+def test_command_line_bad_input(script, flags, word, tmp_path):
+    result = run_script(script, tmp_path, *flags.split())
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert word in line
+    assert not list(tmp_path.iterdir())
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [("--nmu-envs 4", "--nmu-envs"), ("--precision fp16", "fp16"), ("--num-envs many", "many")],
+)
+def test_command_line_bad_flag(script, flags, word, tmp_path):
+    result = run_script(script, tmp_path, *flags.split())
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert word in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- failing runs
+
+
+def check_model(runs_dir):
+    """The one run folder of `runs_dir` has a model, whole and finite."""
+    (run_dir,) = runs_dir.iterdir()
+    assert not (run_dir / "model.pt.tmp").exists()
+    model = torch.load(run_dir / "model.pt", weights_only=True)
+    assert model["agent"]
+    assert all(parameter.isfinite().all() for parameter in model["agent"].values())
+    return run_dir / "model.pt"
+
+
+@BOTH
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_nan_stops_the_run(script, env_id, tmp_path):
+    args = make_args(script, tmp_path, env_id=env_id, learning_rate=1e30, total_timesteps=640)
+    with pytest.raises(TrainingError, match=r"^losses/\w+ is (nan|-?inf) at step (64|128): ") as error:
+        script.main(args)
+    assert str(check_model(tmp_path / "runs")) in str(error.value)
+
+
+@BOTH
+def test_parameter_that_is_not_finite_stops_the_run(script, tmp_path, monkeypatch):
+    """The metrics of an iteration say nothing of the last step that its optimiser made."""
+    update = script.update
+
+    def spoil_second(agent, *rest):
+        metrics = update(agent, *rest)
+        calls.append(None)
+        if len(calls) == 2:
+            agent.policy_head.linear.bias.data[0] = math.nan
+        return metrics
+
+    calls = []
+    monkeypatch.setattr(script, "update", spoil_second)
+    args = make_args(script, tmp_path, total_timesteps=640, **{"n_pi": 32} if script is ppg else {})
+    with pytest.raises(TrainingError, match=r"^policy_head\.linear\.bias is not finite after step 128: "):
+        script.main(args)
+    check_model(tmp_path / "runs")
+
+
+@BOTH
+def test_command_line_failed_run(script, tmp_path):
+    flags = "--env-id CartPole-v1 --num-envs 4 --num-steps 16 --num-minibatches 2 --learning-rate 1e30 --device cpu"
+    result = run_script(script, tmp_path, *flags.split(), "--total-timesteps", "640")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: losses/")
+    model = check_model(tmp_path / "runs")
+    assert str(model.relative_to(tmp_path)) in line
+    assert "done:" not in result.stdout

@@ -1,0 +1,358 @@
+import ast
+import csv
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppg
+import ppo
+from common.run import command, make_run_dir
+
+ROOT = Path(__file__).parent.parent
+BOTH = pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+NUM_ENVS, NUM_STEPS = 4, 64
+
+CLEANRL_TAGS = [
+    *("charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"),
+    *("losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
+    *("losses/clipfrac", "losses/explained_variance"),
+]
+AUX_TAGS = ["losses/aux/kl_loss", "losses/aux/aux_value_loss", "losses/aux/real_value_loss"]
+
+
+def make_args(script, runs_dir, **settings):
+    """4 iterations of CartPole, the last of which PPG ends in mid-phase; 1000 steps do not fill them."""
+    small = {"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, "total_timesteps": 1000, "num_minibatches": 2}
+    if script is ppg:
+        small |= {"n_pi": 3, "e_aux": 1}
+    return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir), **small} | settings)
+
+
+def run_python(cwd, *words, **env):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+    )
+
+
+def flags(args):
+    """The command line of `args`, without the program."""
+    return shlex.split(command(args, "x.py"))[2:]
+
+
+@pytest.fixture(scope="module", params=[ppo, ppg], ids=["ppo", "ppg"])
+def finished(request, tmp_path_factory):
+    """One finished run of each script: script, args, path, the agent that was trained, the seconds it took."""
+    script, agents = request.param, []
+    args = make_args(script, tmp_path_factory.mktemp("finished") / "runs", seed=3)
+    agent_class = script.Agent
+
+    def keep(*arguments):
+        agents.append(agent_class(*arguments))
+        return agents[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "Agent", keep)
+        start = time.time()
+        path = script.main(args)
+    return SimpleNamespace(script=script, args=args, path=path, agent=agents[0], start=start, end=time.time())
+
+
+def read_csv(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def read_scalars(run_dir):
+    """Each tag's [(step, value), ...], all of them."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+# ---------------------------------------------------------------------------------------------------------- run folder
+
+
+def test_folder(finished):
+    match = re.fullmatch(r"CartPole-v1__(\w+)__3__(\d+)", finished.path.name)
+    assert match[1] == finished.script.__name__
+    assert int(finished.start) <= int(match[2]) <= finished.end
+    assert list(finished.path.parent.iterdir()) == [finished.path]
+    names = sorted(path.name for path in finished.path.iterdir())
+    assert [name for name in names if not name.startswith("events.out.tfevents.")] == [
+        "args.json",
+        "episodes.csv",
+        "meta.json",
+        "model.pt",
+        "progress.csv",
+    ]
+    assert len(names) == 6
+
+
+def test_args_json(finished):
+    saved = json.loads((finished.path / "args.json").read_text())
+    assert saved == dataclasses.asdict(finished.args)
+    assert finished.script.Args(**saved) == finished.args
+
+
+def test_meta_json(finished):
+    meta = json.loads((finished.path / "meta.json").read_text())
+    assert {"command", "commit", "dirty", "versions", "machine"} <= meta.keys()
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert meta["commit"] == (git.stdout.strip() if git.returncode == 0 else None)
+    assert isinstance(meta["dirty"], bool if meta["commit"] else type(None))
+    assert meta["versions"]["torch"] == torch.__version__
+    assert meta["versions"]["numpy"] == np.__version__
+    assert {"python", "gymnasium"} <= meta["versions"].keys()
+    assert any(name.startswith("procgen") for name in meta["versions"])
+    assert meta["machine"]
+    words = shlex.split(meta["command"])
+    assert words[:2] == ["python", f"{finished.script.__name__}.py"]
+    assert tyro.cli(finished.script.Args, args=words[2:]) == finished.args
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_coef_vf": None, "max_grad_norm": None, "target_kl": 0.01},
+        {"clip_coef_vf": 0.1, "max_grad_norm": 1.0, "learning_rate": 1e-7, "gamma": 1.0, "ent_coef": 0.0},
+        {"norm_reward": False, "torch_deterministic": False, "anneal_lr": True, "track": True, "capture_video": True},
+        {"precision": "bf16", "norm_adv": "none", "init_fn": "orthogonal", "seed": 0, "total_timesteps": 10**9},
+        {"env_id": "coinrun,maze", "distribution_mode": "hard", "num_levels": 500, "start_level": 7},
+        {"exp_name": "it's a test", "runs_dir": "/a folder/$HOME/*", "wandb_entity": "team"},
+    ],
+)
+def test_command_repeats_the_settings(script, settings):
+    args = script.Args(**settings)
+    words = shlex.split(command(args, f"{script.__name__}.py"))
+    assert words[:2] == ["python", f"{script.__name__}.py"]
+    assert tyro.cli(script.Args, args=words[2:]) == args
+
+
+def test_command_repeats_every_setting():
+    """No field is left out: each in turn has another value than its default."""
+    for script in (ppo, ppg):
+        for field in dataclasses.fields(script.Args):
+            options = getattr(field.type, "__args__", ())
+            if field.type is bool:
+                value = not field.default
+            elif isinstance(field.default, str):
+                value = next((option for option in options if option != field.default), "other")
+            else:
+                value = "other" if str in options else (field.default or 1) * 2
+            args = script.Args(**{field.name: value})
+            assert value != field.default
+            assert tyro.cli(script.Args, args=flags(args)) == args
+
+
+def test_tensorboard_has_the_tags_of_cleanrl(finished):
+    scalars = read_scalars(finished.path)
+    assert set(CLEANRL_TAGS) <= scalars.keys()
+    iterations = [256, 512, 768, 1024]
+    for tag in CLEANRL_TAGS[2:]:
+        assert [step for step, _ in scalars[tag]] == iterations, tag
+    aux_tags = {tag for tag in scalars if tag.startswith("losses/aux/")}
+    assert aux_tags >= set(AUX_TAGS) if finished.script is ppg else not aux_tags
+    for tag in aux_tags:  # one whole phase of 3 iterations, and one on the iteration that is left at the end
+        assert [step for step, _ in scalars[tag]] == [768, 1024], tag
+    assert all(np.isfinite(value) for points in scalars.values() for _, value in points)
+
+
+def test_every_episode_is_in_csv_and_tensorboard(finished):
+    episodes, scalars = read_csv(finished.path / "episodes.csv"), read_scalars(finished.path)
+    assert list(episodes[0]) == ["step", "seconds", "env", "episodic_return", "episodic_length"]
+    assert len(episodes) > 10
+    for column in ("episodic_return", "episodic_length"):
+        assert scalars[f"charts/{column}"] == [(int(row["step"]), float(row[column])) for row in episodes]
+    for env in range(NUM_ENVS):
+        rows = [row for row in episodes if int(row["env"]) == env]
+        lengths = [int(row["episodic_length"]) for row in rows]
+        # Each episode follows the one before, so that the lengths add up to the steps that the environment has made.
+        assert [int(row["step"]) for row in rows] == list(NUM_ENVS * np.cumsum(lengths))
+        assert [float(row["episodic_return"]) for row in rows] == lengths  # CartPole's
+        assert sum(lengths) <= 4 * NUM_STEPS
+    seconds = [float(row["seconds"]) for row in episodes]
+    assert seconds == sorted(seconds)
+
+
+def test_progress_csv(finished):
+    progress, episodes = read_csv(finished.path / "progress.csv"), read_csv(finished.path / "episodes.csv")
+    assert list(progress[0]) == ["step", "seconds", "episodes", "episodic_return", "last_100_return"]
+    assert [int(row["step"]) for row in progress] == [256, 512, 768, 1024]
+    assert sum(int(row["episodes"]) for row in progress) == len(episodes)
+    for row in progress:
+        step = int(row["step"])
+        returns = [float(episode["episodic_return"]) for episode in episodes if int(episode["step"]) <= step]
+        new = returns[len(returns) - int(row["episodes"]) :]
+        assert len(new) == sum(step - 256 < int(episode["step"]) <= step for episode in episodes)
+        np.testing.assert_allclose(float(row["episodic_return"]), np.mean(new) if new else np.nan, rtol=1e-5)
+        np.testing.assert_allclose(float(row["last_100_return"]), np.mean(returns[-100:]), rtol=1e-5)
+
+
+def test_model(finished):
+    from gymnasium.spaces import Box, Discrete
+
+    model = torch.load(finished.path / "model.pt", weights_only=True)
+    assert model["step"] == 1024
+    assert finished.script.Args(**model["args"]) == finished.args
+    torch.manual_seed(99)
+    agent = finished.script.Agent(Box(-np.inf, np.inf, (4,)), Discrete(2), finished.args)
+    obs, actions = torch.randn(16, 4), torch.arange(16) % 2
+    assert not torch.equal(agent.get_value(obs), finished.agent.get_value(obs))
+    agent.load_state_dict(model["agent"])
+    trained = finished.agent.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in agent.state_dict().items())
+    assert torch.equal(agent.get_value(obs), finished.agent.get_value(obs))
+    for loaded, expected in zip(
+        agent.get_action_and_value(obs, actions), finished.agent.get_action_and_value(obs, actions), strict=True
+    ):
+        assert torch.equal(loaded, expected)
+
+
+@BOTH
+def test_runs_of_the_same_second_get_their_own_folders(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    args = make_args(script, tmp_path / "runs", total_timesteps=NUM_ENVS * NUM_STEPS)
+    paths = [script.main(args), script.main(args)]
+    assert [path.name for path in paths] == [
+        f"CartPole-v1__{script.__name__}__1__1000000000{suffix}" for suffix in ("", "-2")
+    ]
+    assert all((path / "model.pt").exists() for path in paths)
+    assert make_run_dir(args).name.endswith("__1000000000-3")
+
+
+def test_folder_of_ids_with_separators(tmp_path):
+    names = [
+        make_run_dir(ppo.Args(env_id=env_id, runs_dir=str(tmp_path / "a/b"))).name.split("__")[0]
+        for env_id in ("coinrun,maze", "ALE/Pong-v5")
+    ]
+    assert names == ["coinrun+maze", "ALE-Pong-v5"]
+
+
+# ------------------------------------------------------------------------------------------------------ auxiliary phase
+
+
+@pytest.mark.parametrize(("n_pi", "expected"), [(2, [2, 1]), (3, [3]), (1, [1, 1, 1]), (32, [3])])
+def test_auxiliary_phase_sees_every_iteration(n_pi, expected, tmp_path, monkeypatch):
+    auxiliary_phase, seen, collected = ppg.auxiliary_phase, [], []
+
+    def spy(agent, optimizer, obs, returns, *rest):
+        assert obs.shape == (*returns.shape, 4)
+        seen.append(obs.clone())
+        return auxiliary_phase(agent, optimizer, obs, returns, *rest)
+
+    def spy_collect(agent, envs, rollout, *rest):
+        result = collect(agent, envs, rollout, *rest)
+        collected.append(rollout.obs.clone())
+        return result
+
+    collect = ppg.collect
+    monkeypatch.setattr(ppg, "auxiliary_phase", spy)
+    monkeypatch.setattr(ppg, "collect", spy_collect)
+    ppg.main(make_args(ppg, tmp_path, n_pi=n_pi, total_timesteps=3 * NUM_ENVS * NUM_STEPS))
+    assert [len(obs) for obs in seen] == expected
+    assert torch.equal(torch.cat(seen), torch.stack(collected))
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def test_import_does_nothing(tmp_path):
+    code = """
+import random, sys
+import numpy as np
+import torch
+state = lambda: (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(),
+                 torch.backends.cudnn.deterministic, random.getstate(), str(np.random.get_state()))
+before = state()
+import ppo, ppg
+assert state() == before
+assert not {"procgen", "gym", "gym3", "wandb"} & sys.modules.keys()
+"""
+    result = run_python(tmp_path, "-c", code)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+def help_texts(script):
+    """The docstring below each field of Args in the source."""
+    tree = ast.parse(Path(script.__file__).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    texts = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            texts[field.target.id] = text.value.value
+    return texts
+
+
+@BOTH
+def test_help(script, tmp_path):
+    result = run_python(tmp_path, ROOT / f"{script.__name__}.py", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    shown, texts = re.sub(r"[\s│]", "", result.stdout), help_texts(script)
+    assert texts.keys() == {field.name for field in dataclasses.fields(script.Args)}
+    for name, text in texts.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert re.sub(r"\s", "", text) in shown, name
+    assert not list(tmp_path.iterdir())
+
+
+@BOTH
+def test_plain_progress_lines(script, tmp_path):
+    args = make_args(script, "runs", seed=2)
+    result = run_python(tmp_path, ROOT / f"{script.__name__}.py", *flags(args))
+    assert (result.returncode, result.stderr) == (0, "")
+    header, *steps, done = result.stdout.splitlines()
+    (path,) = (tmp_path / "runs").iterdir()
+    for part in (
+        f"{script.__name__} on CartPole-v1",
+        "seed 2",
+        "1,024 steps",
+        "cpu",
+        " parameters",
+        f"runs/{path.name}",
+    ):
+        assert part in header
+    model = torch.load(path / "model.pt", weights_only=True)
+    assert f"{sum(value.numel() for value in model['agent'].values()):,} parameters" in header
+    assert steps
+    assert all(re.fullmatch(r"step [\d,]+/1,024  SPS \d+  return [\d.]+  ETA [\d:]+", line) for line in steps)
+    assert steps[-1].startswith("step 1,024/1,024")
+    num_episodes = len(read_csv(path / "episodes.csv"))
+    last = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
+    assert re.match(r"done: 1,024 steps in [\d:]+ \(\d+ SPS\), ", done)
+    assert f"{num_episodes} episodes, last-100-episodes return {last:.2f}" in done
+    assert (tmp_path / done.rpartition("model: ")[2]) == path / "model.pt"
+
+
+def test_track_offline(tmp_path):
+    pytest.importorskip("wandb")
+    args = make_args(ppo, "runs", track=True)
+    names = ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")
+    folders = {name: str(tmp_path / "wandb") for name in names}  # else it writes below the home folder
+    result = run_python(tmp_path, ROOT / "ppo.py", *flags(args), WANDB_MODE="offline", **folders)
+    assert result.returncode == 0, result.stderr
+    (path,) = (tmp_path / "runs").iterdir()
+    assert (path / "model.pt").exists()
+    (log,) = tmp_path.rglob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    for word in (*CLEANRL_TAGS, path.name):
+        assert word.encode() in content, word
