@@ -8,26 +8,25 @@ The policy phase is PPO with one pass over each rollout. After `n_pi` of them, a
 the value targets of all these rollouts, while a KL divergence holds the policy where it was. The defaults are those of
 OpenAI's phasic-policy-gradient, for one process with 64 environments. What differs from the paper and from CleanRL:
 
-1. The default is `--arch detach`, as in CleanRL, which costs half of what the paper's default `dual` does in every
-   pass. It stops the gradient of the value head in both phases, as OpenAI's code does for its single network; the
-   paper's, which scored what `dual` did (mean normalised return .755 against .756), stops it in the policy phase alone.
-2. The paper has 4 processes with 64 environments. One process with 64 makes as many minibatches, each of a quarter of
-   the size, at the same learning rate, as in CleanRL.
-3. As in OpenAI's code, but not in CleanRL: no gradient clipping, no clipping of the value loss and a weight of 1 (not
-   .5) on half its square, minibatches of whole environments, rewards scaled by a return discounted by .99 (not .999),
-   and an Adam of its own for the auxiliary phase.
-4. `--total-timesteps` is rounded up to whole iterations. A run that ends in mid-phase closes with an auxiliary phase on
-   the iterations since the last one, so that it trains on all it collected (OpenAI's and CleanRL's do not); the
-   learning-rate schedule spans the run. Rollouts that fill no whole minibatch there make a smaller one.
-5. Every finished episode is recorded. Losses are logged as means over all minibatches of an iteration or phase.
-6. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
+1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends. A run
+   that ends in mid-phase closes with an auxiliary phase on the iterations since the last one, so that it trains on all
+   it collected (OpenAI's and CleanRL's do not). Rollouts that fill no whole minibatch there make a smaller one.
+2. Every finished episode is recorded. Losses are logged as means over all minibatches.
+3. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
    https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
+4. The default is `--arch detach`, as in CleanRL: one encoder where the paper's default `dual` has two, so half the work
+   in every pass. It stops the gradient of the value head in both phases, as OpenAI's code does for its single network;
+   the paper's, which scored what `dual` did (mean normalised return .755 against .756), does so in the policy phase.
+5. The paper has 4 processes with 64 environments. One process with 64 makes as many minibatches, each of a quarter of
+   the size, at the same learning rate, as in CleanRL.
+6. As in OpenAI's code, but not in CleanRL: no gradient clipping, no clipping of the value loss and a weight of 1 (not
+   .5) on half its square, minibatches of whole environments, rewards scaled a rollout at a time by a return discounted
+   by .99 (not .999), and an Adam of its own for the auxiliary phase.
+7. Vector observations go through MLPs and are not normalised.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -43,14 +42,14 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from common.device import empty, setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
-from common.run import Run
+from common.run import Run, check_run
 
 
 @dataclass
 class Args:
     # ---- run
-    exp_name: str = "ppg"
-    """name of the experiment, part of the run folder's name"""
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run folder's name; by default that of the script's file"""
     seed: int = 1
     """seed of the networks, the action draws and the environments"""
     device: str = "auto"
@@ -73,12 +72,12 @@ class Args:
     # ---- environment
     env_id: str = "starpilot"
     """a Procgen game, several joined by commas, or a Gymnasium id"""
-    distribution_mode: str = "easy"
-    """Procgen's difficulty: easy, hard, extreme, memory or exploration"""
+    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
+    """Procgen's difficulty; not every game has the last three"""
     num_levels: int = 0
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: int = 0
-    """the first of these levels"""
+    """the first Procgen level (needs --num-levels)"""
     num_threads: int = 4
     """C++ threads that step Procgen"""
     num_envs: int = 64
@@ -106,7 +105,7 @@ class Args:
     e_value: int = 1
     """passes over each rollout for the value; where it differs from E_pi, each has its own passes and Adam (E_V)"""
     norm_adv: Literal["minibatch", "batch", "none"] = "batch"
-    """normalise advantages over each minibatch, over the whole batch, or not"""
+    """normalise advantages over each minibatch, over the whole batch, or not at all"""
     clip_coef: float = 0.2
     """clipping range of the policy ratio (epsilon)"""
     kl_penalty: float | None = None
@@ -120,15 +119,15 @@ class Args:
     max_grad_norm: float | None = None
     """clip the gradient to this L2 norm; None for no clipping"""
     target_kl: float | None = None
-    """stop an iteration's epochs once the approximate KL divergence exceeds this; None for never"""
+    """stop an iteration's epochs once a pass ends with an approximate KL divergence above this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
     norm_reward_gamma: float | None = 0.99
-    """discount factor of that return; None for gamma's"""
+    """discount factor of the return that rewards are scaled by; None for gamma"""
     n_pi: int = 32
     """iterations in a policy phase (N_pi); their frames stay on the device: 6.4 GB for 32 x 64 x 256 of Procgen's"""
     e_aux: int = 6
-    """passes over these iterations in the auxiliary phase (E_aux)"""
+    """passes over the rollouts of these n_pi iterations in the auxiliary phase (E_aux)"""
     beta_clone: float = 1.0
     """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
     num_aux_rollouts: int = 4
@@ -143,7 +142,7 @@ class Args:
     feature_dim: int = 256
     """width of the encoder's output"""
     hidden_dim: int = 64
-    """width of the hidden layer before it, for vector observations"""
+    """width of the MLP's hidden layer (vector observations only)"""
     init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "normed"
     """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
 
@@ -153,7 +152,7 @@ class Args:
 
     @property
     def num_iterations(self) -> int:
-        return -(-self.total_timesteps // self.batch_size)
+        return math.ceil(self.total_timesteps / self.batch_size)
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
@@ -169,10 +168,10 @@ class Args:
             f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs} (a minibatch is made "
             "of whole environments): change one of the two.",
         )
-        normalized = {"minibatch": self.batch_size // self.num_minibatches, "batch": self.batch_size, "none": 2}
+        require(self.batch_size > 1, "one step of one environment is no batch: raise --num-steps or --num-envs.")
         require(
-            normalized[self.norm_adv] > 1,
-            f"--norm-adv {self.norm_adv} cannot normalise a single step: lower --num-minibatches or choose none.",
+            self.norm_adv != "minibatch" or self.num_minibatches < self.batch_size,
+            "--norm-adv minibatch cannot normalise a single step: lower --num-minibatches or choose batch or none.",
         )
         aux_batch = self.num_aux_rollouts * self.num_aux_grad_accum
         require(
@@ -355,13 +354,13 @@ class Agent(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode, the index of `rewards[t]`."""
+    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
 
     obs: Tensor  # [T, N, *observation_shape], uint8 frames or float32 vectors
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
-    logprobs: Tensor  # [T, N] float32, of the actions when they were taken
-    values: Tensor  # [T, N] float32, of the observations when they were made
-    rewards: Tensor  # [T, N] float32, normalised
+    logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
+    values: Tensor  # [T, N] float32, V(obs[t]) of the agent that acted
+    rewards: Tensor  # [T, N] float32, scaled if --norm-reward
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
 
@@ -390,15 +389,15 @@ def collect(
     reward_normalizer: RewardNormalizer | None,
     run: Run,
 ) -> tuple[Tensor, int]:
-    """Fill `rollout` by acting from the observations `obs` [N, ...] on, of which the first is made after `step` steps.
+    """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
 
-    Returns the observations and the number of steps after the rollout. `run` is told of every episode that ends.
+    Returns the observations and the number of steps at its end. `run` is told of every episode that ends.
     """
     rewards, dones = np.zeros(rollout.rewards.shape, np.float32), np.zeros(rollout.dones.shape, np.float32)
     rollout.truncation_values.zero_()
     for t in range(len(rewards)):
         rollout.obs[t] = obs
-        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(rollout.obs[t])
+        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(obs)
         rollout.actions[t] = action
         next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
         dones[t] = terminations | truncations
@@ -478,6 +477,22 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf
     return 0.5 * errors.mean()
 
 
+def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
+    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
+
+
+def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each tag over the minibatches that have it, still on the device."""
+    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
+    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
+    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+
+
 def update(
     agent: Agent,
     optimizer: torch.optim.Optimizer,
@@ -528,6 +543,9 @@ def update(
     return mean_metrics(history) | {"losses/explained_variance": explained_variance(rollout.values, returns)}
 
 
+# ---------------------------------------------------------------------------------------------------- auxiliary phase
+
+
 def auxiliary_loss(
     dist: Distribution, old_dist: Distribution, values: Tensor, aux_values: Tensor, returns: Tensor, beta_clone: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -549,14 +567,15 @@ def auxiliary_phase(
     obs: Tensor,
     returns: Tensor,
     args: Args,
-    show: Callable[[str], None],
+    step: int,
+    run: Run,
 ) -> dict[str, Tensor]:
     """Train encoder and value heads on K iterations of T steps in N environments. Returns the means of the metrics.
 
     Args:
         obs: [K, T, N, *observation_shape], what the policy phase saw.
-        returns: [K, T, N] float32, the value targets it had for that.
-        show: called with a line on the progress.
+        returns: [K, T, N] float32, their value targets, computed when they were collected.
+        step, run: where the progress is shown.
     """
     iterations, _, num_envs = returns.shape
     # Rollout number k * N + n is that of environment n in iteration k.
@@ -567,7 +586,7 @@ def auxiliary_phase(
 
     old_params = []
     for batch in rollouts.split(args.num_aux_rollouts):
-        show("auxiliary phase: old policy")
+        run.show(step, "auxiliary phase: old policy")
         with torch.no_grad():
             old_params.append(agent.get_policy(steps_of(batch, obs)).unflatten(0, (len(batch), -1)))
     old_params = torch.cat(old_params)  # [K x N, T, P]
@@ -576,7 +595,7 @@ def auxiliary_phase(
     for epoch in range(1, args.e_aux + 1):
         order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
         for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
-            show(f"auxiliary phase: epoch {epoch}/{args.e_aux}")
+            run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
             optimizer.zero_grad()  # also of the last gradient of the policy phase
             for batch in group.split(args.num_aux_rollouts):
                 params, values, aux_values = agent.get_policy_and_values(steps_of(batch, obs))
@@ -591,22 +610,6 @@ def auxiliary_phase(
     return mean_metrics(history)
 
 
-def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
-    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
-
-
-def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each tag over the minibatches that have it, still on the device."""
-    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
-    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
-    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
-
-
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -614,6 +617,7 @@ def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
     # ---- set up
     args.validate()
+    check_run(args)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     envs = make_envs(
         args.env_id,
@@ -639,7 +643,7 @@ def main(args: Args) -> Path:
     aux_obs = empty((num_kept, *rollout.obs.shape), rollout.obs.dtype, device, "--n-pi, --num-envs or --num-steps")
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
     total_steps = args.num_iterations * args.batch_size
-    run = Run(args, script="ppg.py", agent=agent, device=device, total_steps=total_steps)
+    run = Run(args, script=Path(__file__).name, agent=agent, device=device, total_steps=total_steps)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
@@ -665,7 +669,7 @@ def main(args: Args) -> Path:
         if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
             run.require_finite(step, metrics)  # before a phase of many passes is spent on a broken network
             kept_obs, kept_returns = aux_obs[: k + 1], aux_returns[: k + 1]
-            metrics |= auxiliary_phase(agent, aux_optimizer, kept_obs, kept_returns, args, partial(run.show, step))
+            metrics |= auxiliary_phase(agent, aux_optimizer, kept_obs, kept_returns, args, step, run)
 
         # ---- log
         run.log(step, metrics | {"charts/learning_rate": learning_rate})

@@ -7,15 +7,16 @@
 The defaults are those of the Procgen paper (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588) for the easy mode, as
 run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_procgen.py:
 
-1. Rewards are scaled a rollout at a time: its returns enter the running statistics before it is divided by them. These
-   returns are discounted by gamma, as in CleanRL; baselines discounts them by .99 whatever gamma is.
-2. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
-3. Every finished episode is recorded. Losses are logged as means over all minibatches of an iteration.
-4. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
+1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
+2. Every finished episode is recorded. Losses are logged as means over all minibatches.
+3. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
    https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
+4. Rewards are scaled a rollout at a time: its returns enter the running statistics before it is divided by them. These
+   returns are discounted by gamma, as in CleanRL; baselines discounts them by .99 whatever gamma is.
 5. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases: in baselines the convolutions do,
    and the heads are orthogonal; CleanRL has PyTorch's default and orthogonal heads. Max-pooling pads both sides of a
    frame, as in CleanRL; TensorFlow's pads one.
+6. Vector observations go through one MLP for policy and value, and are not normalised.
 """
 
 import math
@@ -35,14 +36,14 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from common.device import setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
-from common.run import Run
+from common.run import Run, check_run
 
 
 @dataclass
 class Args:
     # ---- run
-    exp_name: str = "ppo"
-    """name of the experiment, part of the run folder's name"""
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run folder's name; by default that of the script's file"""
     seed: int = 1
     """seed of the networks, the action draws and the environments"""
     device: str = "auto"
@@ -65,12 +66,12 @@ class Args:
     # ---- environment
     env_id: str = "starpilot"
     """a Procgen game, several joined by commas, or a Gymnasium id"""
-    distribution_mode: str = "easy"
-    """Procgen's difficulty: easy, hard, extreme, memory or exploration"""
+    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
+    """Procgen's difficulty; not every game has the last three"""
     num_levels: int = 0
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: int = 0
-    """the first of these levels"""
+    """the first Procgen level (needs --num-levels)"""
     num_threads: int = 4
     """C++ threads that step Procgen"""
     num_envs: int = 64
@@ -96,7 +97,7 @@ class Args:
     update_epochs: int = 3
     """passes over each rollout (K)"""
     norm_adv: Literal["minibatch", "batch", "none"] = "minibatch"
-    """normalise advantages over each minibatch, over the whole batch, or not"""
+    """normalise advantages over each minibatch, over the whole batch, or not at all"""
     clip_coef: float = 0.2
     """clipping range of the policy ratio (epsilon)"""
     clip_coef_vf: float | None = 0.2
@@ -108,17 +109,17 @@ class Args:
     max_grad_norm: float | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""
     target_kl: float | None = None
-    """stop an iteration's epochs once the approximate KL divergence exceeds this; None for never"""
+    """stop an iteration's epochs once a pass ends with an approximate KL divergence above this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
     norm_reward_gamma: float | None = None
-    """discount factor of that return; None for gamma's"""
+    """discount factor of the return that rewards are scaled by; None for gamma"""
 
     # ---- networks
     feature_dim: int = 256
     """width of the encoder's output"""
     hidden_dim: int = 64
-    """width of the hidden layer before it, for vector observations"""
+    """width of the MLP's hidden layer (vector observations only)"""
     init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "xavier_uniform"
     """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
 
@@ -128,7 +129,7 @@ class Args:
 
     @property
     def num_iterations(self) -> int:
-        return -(-self.total_timesteps // self.batch_size)
+        return math.ceil(self.total_timesteps / self.batch_size)
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
@@ -144,10 +145,10 @@ class Args:
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
             f"{self.num_steps} steps = {self.batch_size}: change one of the three.",
         )
-        normalized = {"minibatch": self.batch_size // self.num_minibatches, "batch": self.batch_size, "none": 2}
+        require(self.batch_size > 1, "one step of one environment is no batch: raise --num-steps or --num-envs.")
         require(
-            normalized[self.norm_adv] > 1,
-            f"--norm-adv {self.norm_adv} cannot normalise a single step: lower --num-minibatches or choose none.",
+            self.norm_adv != "minibatch" or self.num_minibatches < self.batch_size,
+            "--norm-adv minibatch cannot normalise a single step: lower --num-minibatches or choose batch or none.",
         )
 
 
@@ -306,13 +307,13 @@ class Agent(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode, the index of `rewards[t]`."""
+    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
 
     obs: Tensor  # [T, N, *observation_shape], uint8 frames or float32 vectors
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
-    logprobs: Tensor  # [T, N] float32, of the actions when they were taken
-    values: Tensor  # [T, N] float32, of the observations when they were made
-    rewards: Tensor  # [T, N] float32, normalised
+    logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
+    values: Tensor  # [T, N] float32, V(obs[t]) of the agent that acted
+    rewards: Tensor  # [T, N] float32, scaled if --norm-reward
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
 
@@ -341,15 +342,15 @@ def collect(
     reward_normalizer: RewardNormalizer | None,
     run: Run,
 ) -> tuple[Tensor, int]:
-    """Fill `rollout` by acting from the observations `obs` [N, ...] on, of which the first is made after `step` steps.
+    """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
 
-    Returns the observations and the number of steps after the rollout. `run` is told of every episode that ends.
+    Returns the observations and the number of steps at its end. `run` is told of every episode that ends.
     """
     rewards, dones = np.zeros(rollout.rewards.shape, np.float32), np.zeros(rollout.dones.shape, np.float32)
     rollout.truncation_values.zero_()
     for t in range(len(rewards)):
         rollout.obs[t] = obs
-        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(rollout.obs[t])
+        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(obs)
         rollout.actions[t] = action
         next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
         dones[t] = terminations | truncations
@@ -425,40 +426,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf
     return 0.5 * errors.mean()
 
 
-def update(
-    agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, advantages: Tensor, args: Args
-) -> dict[str, Tensor]:
-    """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics."""
-    obs, actions, logprobs = rollout.obs.flatten(0, 1), rollout.actions.flatten(0, 1), rollout.logprobs.flatten()
-    values = rollout.values.flatten()
-    advantages = advantages.flatten()
-    returns = advantages + values
-    if args.norm_adv == "batch":
-        advantages = normalize_advantages(advantages)
-
-    history = []
-    for _ in range(args.update_epochs):
-        for batch in torch.randperm(args.batch_size, device=obs.device).chunk(args.num_minibatches):
-            batch_advantages = advantages[batch]
-            if args.norm_adv == "minibatch":
-                batch_advantages = normalize_advantages(batch_advantages)
-            _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs[batch], actions[batch])
-            pg_loss, metrics = policy_loss(new_logprobs, logprobs[batch], batch_advantages, args.clip_coef)
-            v_loss = value_loss(new_values, values[batch], returns[batch], args.clip_coef_vf)
-            entropy_loss = entropy.mean()
-            loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-            optimizer.zero_grad()
-            loss.backward()
-            grad_norm = clip_gradient(agent, args.max_grad_norm)
-            optimizer.step()
-            losses = {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy_loss}
-            metrics = losses | metrics | {"losses/grad_norm": grad_norm}
-            history.append({tag: value.detach() for tag, value in metrics.items()})
-        if args.target_kl is not None and metrics["losses/approx_kl"] > args.target_kl:
-            break
-    return mean_metrics(history) | {"losses/explained_variance": explained_variance(values, returns)}
-
-
 def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
     """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
     return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
@@ -475,6 +442,40 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
+def update(
+    agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, advantages: Tensor, args: Args
+) -> dict[str, Tensor]:
+    """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics."""
+    returns = advantages + rollout.values
+    if args.norm_adv == "batch":
+        advantages = normalize_advantages(advantages)
+
+    history = []
+    for _ in range(args.update_epochs):
+        for batch in torch.randperm(args.batch_size, device=advantages.device).chunk(args.num_minibatches):
+            obs, actions, logprobs, values, batch_returns, batch_advantages = (
+                x.flatten(0, 1)[batch]
+                for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
+            )
+            if args.norm_adv == "minibatch":
+                batch_advantages = normalize_advantages(batch_advantages)
+            _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
+            pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, args.clip_coef)
+            v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
+            entropy_loss = entropy.mean()
+            loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = clip_gradient(agent, args.max_grad_norm)
+            optimizer.step()
+            losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
+            metrics = losses | metrics | {"losses/grad_norm": grad_norm}
+            history.append({tag: value.detach() for tag, value in metrics.items()})
+        if args.target_kl is not None and metrics["losses/approx_kl"] > args.target_kl:
+            break
+    return mean_metrics(history) | {"losses/explained_variance": explained_variance(rollout.values, returns)}
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -482,6 +483,7 @@ def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
     # ---- set up
     args.validate()
+    check_run(args)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     envs = make_envs(
         args.env_id,
@@ -502,7 +504,7 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     total_steps = args.num_iterations * args.batch_size
-    run = Run(args, script="ppo.py", agent=agent, device=device, total_steps=total_steps)
+    run = Run(args, script=Path(__file__).name, agent=agent, device=device, total_steps=total_steps)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 

@@ -8,7 +8,7 @@ last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine) stan
 """
 
 import json
-import shutil
+import re
 import sys
 from pathlib import Path
 
@@ -16,18 +16,34 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def collect(run_dir: Path) -> Path:
-    """Copy one run's curve; return the CSV written. Raises FileExistsError rather than replace another run's."""
-    args = json.loads((run_dir / "args.json").read_text())
+    """Copy one run's curve; return the CSV written.
+
+    Raises ValueError for a run that has not ended, or whose settings differ from those of the seeds already there.
+    """
+    args, meta = (json.loads((run_dir / name).read_text()) for name in ("args.json", "meta.json"))
+    curve = (run_dir / "progress.csv").read_text()
+    steps = int(curve.splitlines()[-1].split(",")[0])
+    if steps < args["total_timesteps"]:
+        raise ValueError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
+
     levels = args["num_levels"] or "all"
     folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / args["env_id"]
+    for neighbour in folder.glob("*.meta.json"):
+        theirs = json.loads(neighbour.read_text())["command"]
+        if without_seed(theirs) != without_seed(meta["command"]):
+            raise ValueError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
-    curve = (run_dir / "progress.csv").read_text()
     if target.exists() and target.read_text() != curve:
-        raise FileExistsError(f"{target} holds another run: remove it first")
+        raise ValueError(f"{target} holds another run of this seed: remove it first")
+
     folder.mkdir(parents=True, exist_ok=True)
     target.write_text(curve)
-    shutil.copyfile(run_dir / "meta.json", target.with_suffix(".meta.json"))
+    target.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     return target
+
+
+def without_seed(command: str) -> str:
+    return re.sub(r" --(seed|runs-dir) \S+", "", command)
 
 
 if __name__ == "__main__":

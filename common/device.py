@@ -50,7 +50,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, flags: str) -> torch.Tensor:
-    """`torch.empty`, with an InputError that names the `flags` to lower where the memory is too small."""
+    """`torch.empty`, with an InputError that names the `flags` to lower where the device refuses so much memory."""
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on GPUs
@@ -66,7 +66,7 @@ def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep freed memory instead of returning it to the kernel.
 
     A CPU training step allocates and frees activations of tens of megabytes. By default each goes back to the kernel at
-    once and is faulted in again, page by page, in the next step; that is about half of the time of a large minibatch.
+    once and is faulted in again, page by page, in the next step, which can take as long as the computation.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

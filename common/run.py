@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -29,6 +31,22 @@ from common.errors import InputError, TrainingError
 PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
 SAVE_SECONDS = 60  # a model younger than this is not saved again before the run ends
 LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
+
+
+def check_run(args: Any) -> None:
+    """Raise InputError if no run folder can be made in --runs-dir, or if --track is set without its package."""
+    if args.track and not importlib.util.find_spec("wandb"):
+        raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.")
+    runs_dir = Path(args.runs_dir).absolute()
+    existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise cannot_write(args, error) from error
+
+
+def cannot_write(args: Any, error: OSError) -> InputError:
+    return InputError(f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir.")
 
 
 def make_run_dir(args: Any) -> Path:
@@ -52,35 +70,30 @@ class Run:
     `progress.csv` (a row an iteration), `episodes.csv` (a row an episode) and `model.pt`.
 
     Args:
-        args: the script's settings, a dataclass with at least env_id, exp_name, seed, track and distribution_mode.
+        args: the script's `Args`.
         script: file name of the script, for the command that replays the run.
         agent: its parameters are counted for the header.
         device: shown in the header.
         total_steps: environment steps at which the run will end.
 
     Raises:
-        InputError: the folder cannot be written, or --track is set and wandb is not installed.
+        InputError: the folder cannot be written, or Weights & Biases refuses (no login, say).
     """
 
     def __init__(self, args: Any, *, script: str, agent: torch.nn.Module, device: torch.device, total_steps: int):
         self.args, self.total_steps = args, total_steps
-        if args.track:
-            try:
-                import wandb
-            except ImportError:
-                raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.") from None
         try:
             self.path = path = make_run_dir(args)
             self.write_json("args.json", dataclasses.asdict(args))
             self.write_json("meta.json", provenance(command(args, script), device))
             self.files = [(path / name).open("w", newline="", buffering=1) for name in ("progress.csv", "episodes.csv")]
         except OSError as error:
-            raise InputError(
-                f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir."
-            ) from error
+            raise cannot_write(args, error) from error
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.wandb_run = None
         if args.track:
+            import wandb
+
             try:
                 self.wandb_run = wandb.init(
                     project=args.wandb_project_name,
@@ -89,6 +102,7 @@ class Run:
                     dir=path,
                     config=dataclasses.asdict(args),
                     sync_tensorboard=True,
+                    save_code=True,
                 )
             except wandb.errors.UsageError as error:  # no login, say
                 shutil.rmtree(path)
@@ -152,13 +166,17 @@ class Run:
         for tag, value in (values | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
-        recent = mean(self.recent)
-        row = (step, f"{seconds:.1f}", len(self.new_returns), f"{mean(self.new_returns):.6g}", f"{recent:.6g}")
-        self.progress_csv.writerow(row)
+        new, recent = f"{mean(self.new_returns):.6g}", f"{mean(self.recent):.6g}"
+        self.progress_csv.writerow((step, f"{seconds:.1f}", len(self.new_returns), new, recent))
         self.require_finite(step, values)
         self.new_returns.clear()
         self.step = step
-        self.show(step, f"return {recent:.2f}", last=step >= self.total_steps)
+        self.show(step, self.summary(), last=step >= self.total_steps)
+
+    def summary(self) -> str:
+        if not self.recent:
+            return "no episode finished yet"
+        return f"return {mean(self.recent):.2f}"
 
     def require_finite(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Raise TrainingError for the first metric that is NaN or infinite."""
@@ -220,8 +238,7 @@ class Run:
         seconds = time.monotonic() - self.start
         print(
             f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
-            f"{self.num_episodes:,} episodes, last-100-episodes return {mean(self.recent):.2f} | "
-            f"model: {self.path / 'model.pt'}"
+            f"{self.num_episodes:,} episodes, last-100-episodes {self.summary()} | model: {self.path / 'model.pt'}"
         )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -259,7 +276,7 @@ def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
     machine = f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads"
     if device.type == "cuda":
         machine += f", {torch.cuda.get_device_name(device)}"
-    status = git("status", "--porcelain", "--untracked-files=no")
+    status = git("status", "--porcelain", "--", "*.py")  # a new script counts, run folders do not
     return {
         "command": command_line,
         "commit": git("rev-parse", "HEAD"),

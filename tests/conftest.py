@@ -1,4 +1,4 @@
-"""Small tasks with known answers, made available to `gymnasium.make`, and one PyTorch thread for steady timings."""
+"""Small tasks with known answers, made available to `gymnasium.make`."""
 
 import gymnasium as gym
 import numpy as np

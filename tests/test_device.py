@@ -44,6 +44,13 @@ def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
     assert "mallopt" in capsys.readouterr().err
 
 
+class Silent:
+    """Stands in for common.run.Run."""
+
+    def show(self, step, text):
+        pass
+
+
 @pytest.mark.parametrize("script", [ppo, ppg])
 def test_learning_never_waits_for_the_device(script, monkeypatch):
     """On the meta device, whose tensors have no content, any `.item()`, `if tensor` or copy to the host raises."""
@@ -62,5 +69,5 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
             torch.empty(2, *rollout.obs.shape, dtype=torch.uint8, device=meta),
             torch.empty(2, 8, 4, device=meta),
         )
-        metrics |= ppg.auxiliary_phase(agent, optimizers[0], obs, returns, args, show=lambda text: None)
+        metrics |= ppg.auxiliary_phase(agent, optimizers[0], obs, returns, args, 0, Silent())
     assert all(value.device == meta for value in metrics.values())

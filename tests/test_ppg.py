@@ -61,9 +61,16 @@ def run_update(agent: ppg.Agent, args: ppg.Args, lr: float = 0.01, value_lr: flo
     return optimizer, value_optimizer
 
 
+class Silent:
+    """Stands in for common.run.Run."""
+
+    def show(self, step, text):
+        pass
+
+
 def run_auxiliary_phase(agent: ppg.Agent, args: ppg.Args, phase=None) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
-    return ppg.auxiliary_phase(agent, optimizer, *(phase or random_phase()), args, show=lambda text: None)
+    return ppg.auxiliary_phase(agent, optimizer, *(phase or random_phase()), args, 0, Silent())
 
 
 # -------------------------------------------------------------------------------------------------- gradient flow
@@ -279,7 +286,7 @@ def test_gradient_accumulation_is_a_larger_minibatch(arch):
         torch.manual_seed(1)
         obs, returns = (x.double() for x in random_phase())
         # plain gradient descent: Adam would hide a wrong scale
-        ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=1e-3), obs, returns, args, lambda text: None)
+        ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=1e-3), obs, returns, args, 0, Silent())
         results.append(snapshot(agent))
     for name in results[0]:
         torch.testing.assert_close(results[0][name], results[1][name], msg=name)
