@@ -290,7 +290,7 @@ def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
 def git(*words: str) -> str | None:
     """What git says of this source tree, or None where it is no checkout or git is missing."""
     try:
-        result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        result = subprocess.run(["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()

@@ -1,5 +1,10 @@
 """Small tasks with known answers, made available to `gymnasium.make`."""
 
+import os
+
+# The tests' networks are too small to share: on a busy machine two threads wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import gymnasium as gym
 import numpy as np
 import pytest

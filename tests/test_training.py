@@ -114,8 +114,13 @@ def test_same_seed_same_run(script, env_id, tmp_path):
 
 
 @SCRIPTS
-def test_same_seed_same_run_in_bf16(script, tmp_path):
-    a, b = (parameters(script.main(short_args(script, tmp_path, precision="bf16"))) for _ in range(2))
+def test_same_seed_same_run_in_bf16_on_two_threads(script, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        a, b = (parameters(script.main(short_args(script, tmp_path, precision="bf16"))) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
