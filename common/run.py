@@ -176,7 +176,7 @@ class Run:
     def summary(self) -> str:
         if not self.recent:
             return "no episode finished yet"
-        return f"return {mean(self.recent):.2f}"
+        return f"last-100-episodes return {mean(self.recent):.2f}"
 
     def require_finite(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Raise TrainingError for the first metric that is NaN or infinite."""
@@ -238,7 +238,7 @@ class Run:
         seconds = time.monotonic() - self.start
         print(
             f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
-            f"{self.num_episodes:,} episodes, last-100-episodes {self.summary()} | model: {self.path / 'model.pt'}"
+            f"{self.num_episodes:,} episodes, {self.summary()} | model: {self.path / 'model.pt'}"
         )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -290,7 +290,9 @@ def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
 def git(*words: str) -> str | None:
     """What git says of this source tree, or None where it is no checkout or git is missing."""
     try:
-        result = subprocess.run(["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()

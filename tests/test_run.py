@@ -334,7 +334,9 @@ def test_plain_progress_lines(script, tmp_path):
     model = torch.load(path / "model.pt", weights_only=True)
     assert f"{sum(value.numel() for value in model['agent'].values()):,} parameters" in header
     assert steps
-    assert all(re.fullmatch(r"step [\d,]+/1,024  SPS \d+  return [\d.]+  ETA [\d:]+", line) for line in steps)
+    assert all(
+        re.fullmatch(r"step [\d,]+/1,024  SPS \d+  last-100-episodes return [\d.]+  ETA [\d:]+", line) for line in steps
+    )
     assert steps[-1].startswith("step 1,024/1,024")
     num_episodes = len(read_csv(path / "episodes.csv"))
     last = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
