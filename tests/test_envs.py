@@ -253,23 +253,6 @@ def test_gymnasium_seeds():
     assert not np.array_equal(firsts[0][0], firsts[0][1])
 
 
-def pendulum(action, num_steps=1):
-    envs = make_envs("Pendulum-v1", 3, seed=0)
-    envs.reset(seed=0)
-    for _ in range(num_steps):
-        result = envs.step(np.full((3, 1), action, np.float32))
-    envs.close()
-    return result
-
-
-def test_gymnasium_box_actions_are_clipped_for_the_environment():
-    # Pendulum clips the torque itself, so that this holds in any case: the next test is the one that can fail.
-    for bound, outside in ((2.0, 100.0), (-2.0, -3.5)):
-        for a, b in zip(pendulum(bound, 20)[:2], pendulum(outside, 20)[:2], strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert not np.array_equal(pendulum(1.0, 20)[0], pendulum(2.0, 20)[0])
-
-
 class ActionRecorder(gym.Env):
     """Two-step episodes; keeps the actions it gets."""
 
