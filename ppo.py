@@ -12,7 +12,8 @@ run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_p
 3. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
    https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
 4. Rewards are scaled a rollout at a time: its returns enter the running statistics before it is divided by them. These
-   returns are discounted by gamma, as in CleanRL; baselines discounts them by .99 whatever gamma is.
+   returns are discounted by .99, the default of baselines' VecNormalize that the published runs used, not by gamma as
+   in CleanRL.
 5. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases: in baselines the convolutions do,
    and the heads are orthogonal; CleanRL has PyTorch's default and orthogonal heads. Max-pooling pads both sides of a
    frame, as in CleanRL; TensorFlow's pads one.
@@ -112,7 +113,7 @@ class Args:
     """stop an iteration's epochs once a pass ends with an approximate KL divergence above this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
-    norm_reward_gamma: float | None = None
+    norm_reward_gamma: float | None = 0.99
     """discount factor of the return that rewards are scaled by; None for gamma"""
 
     # ---- networks
