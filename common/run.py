@@ -26,7 +26,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common.envs import PROCGEN_GAMES
-from common.errors import InputError, TrainingError
+from common.errors import InputError, TrainingError, flag
 
 PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
 SAVE_SECONDS = 60  # a model younger than this is not saved again before the run ends
@@ -254,10 +254,10 @@ def command(args: Any, script: str) -> str:
     """The command line that repeats a run: the script's name and each flag that differs from its default."""
     words = ["python", script]
     for field in dataclasses.fields(args):
-        value, flag = getattr(args, field.name), field.name.replace("_", "-")
+        value, name = getattr(args, field.name), flag(field.name)
         if value == field.default:
             continue
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        words += [name if value else name.replace("--", "--no-", 1)] if isinstance(value, bool) else [name, str(value)]
     return shlex.join(words)
 
 

@@ -9,6 +9,19 @@ import torch
 from common.envs import make_envs
 
 
+class Silent:
+    """Stands in for common.run.Run where one part of a script is under test; keeps the steps it is told of."""
+
+    def __init__(self):
+        self.steps = []
+
+    def episodes(self, step, infos):
+        self.steps.append(step)
+
+    def show(self, step, text):
+        pass
+
+
 def load(script: ModuleType, run_dir: Path):
     """The agent and the Args of a finished run."""
     saved = torch.load(run_dir / "model.pt", weights_only=True)

@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers import Silent
 
 import ppg
 import ppo
@@ -42,13 +43,6 @@ def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     keep_freed_memory()
     assert "mallopt" in capsys.readouterr().err
-
-
-class Silent:
-    """Stands in for common.run.Run."""
-
-    def show(self, step, text):
-        pass
 
 
 @pytest.mark.parametrize("script", [ppo, ppg])

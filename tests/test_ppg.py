@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers import Silent
 
 import ppg
 
@@ -59,13 +60,6 @@ def run_update(agent: ppg.Agent, args: ppg.Args, lr: float = 0.01, value_lr: flo
     rollout = random_rollout(agent, agent.action_space)
     ppg.update(agent, optimizer, value_optimizer, rollout, torch.randn(T, N), args)
     return optimizer, value_optimizer
-
-
-class Silent:
-    """Stands in for common.run.Run."""
-
-    def show(self, step, text):
-        pass
 
 
 def run_auxiliary_phase(agent: ppg.Agent, args: ppg.Args, phase=None) -> dict[str, torch.Tensor]:

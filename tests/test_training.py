@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 import torch
-from helpers import evaluate, load
+from helpers import Silent, evaluate, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg
@@ -13,16 +13,6 @@ import ppo
 from common.envs import PROCGEN_GAMES, RewardNormalizer, make_envs
 
 SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg])
-
-
-class Silent:
-    """Stands in for common.run.Run where only `collect` is under test; keeps what it is told."""
-
-    def __init__(self):
-        self.steps = []
-
-    def episodes(self, step, infos):
-        self.steps.append(step)
 
 
 def collect(script, env_id, num_envs, num_steps, reward_normalizer=None, rollouts=1):
