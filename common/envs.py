@@ -6,6 +6,7 @@ ended, the observation it returns already belongs to the next one, and the rewar
 
 import difflib
 import importlib.util
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -318,15 +319,20 @@ class RewardNormalizer:
         self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
         self.returns = np.zeros(num_envs)  # R_(t-1), zero where an episode has just ended
         self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
+        self.lock = threading.Lock()
 
-    def __call__(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
-        """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode."""
-        returns = np.empty(rewards.shape)
-        for t in range(len(rewards)):
-            returns[t] = rewards[t] + self.gamma * self.returns
-            self.returns = returns[t] * (1 - dones[t])
-        self.update(returns)
-        scaled = rewards / np.sqrt(self.var + self.epsilon)
+    def __call__(self, rewards: np.ndarray, dones: np.ndarray, envs: slice = slice(None)) -> np.ndarray:
+        """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode.
+
+        Threads that step some of the environments each may share one normaliser: `envs` says which a segment is of.
+        """
+        with self.lock:
+            returns = np.empty(rewards.shape)
+            for t in range(len(rewards)):
+                returns[t] = rewards[t] + self.gamma * self.returns[envs]
+                self.returns[envs] = returns[t] * (1 - dones[t])
+            self.update(returns)
+            scaled = rewards / np.sqrt(self.var + self.epsilon)
         return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
 
     def update(self, returns: np.ndarray) -> None:

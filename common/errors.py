@@ -1,10 +1,12 @@
 """Errors that a person sees as one sentence instead of a traceback."""
 
 import math
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import FrameType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 class InputError(ValueError):
@@ -15,20 +17,32 @@ class TrainingError(RuntimeError):
     """A run that must not go on, such as one whose loss is no longer finite."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as an exception: what ends a run on Ctrl-C ends it on this, too."""
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print the two errors above as one line on stderr; exit with 2 (bad input) or 1 (failed run), or 130 on Ctrl-C.
+    """Print the two errors above as one line on stderr and exit with 2 (bad input) or 1 (failed run).
+
+    Ctrl-C exits with 130 and SIGTERM with 143, both by way of KeyboardInterrupt.
 
     Only a script's main guard uses it: code that calls `main(Args(...))` in process gets the exceptions themselves.
     """
+    signal.signal(signal.SIGTERM, raise_terminated)
     try:
         yield
     except (InputError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, Terminated)
+        print(f"stopped by {'SIGTERM' if terminated else 'Ctrl-C'}", file=sys.stderr)
+        sys.exit(143 if terminated else 130)
+
+
+def raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
 
 
 def require(condition: bool, message: str) -> None:

@@ -137,20 +137,21 @@ class Run:
 
     def episodes(self, step: int, infos: Mapping[str, Any]) -> None:
         """Record every episode that `infos` (of the vector environment's step) reports as finished."""
-        if "episode" not in infos:
-            return
+        for env in np.flatnonzero(infos.get("_episode", ())):
+            self.episode(step, env, float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]))
+
+    def episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
+        """Record an episode of environment number `env` that finished at `step`."""
+        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        if len(self.games) > 1:
+            game = self.games[env % len(self.games)]
+            self.writer.add_scalar(f"charts/episodic_return/{game}", episodic_return, step)
         seconds = f"{time.monotonic() - self.start:.1f}"
-        for env in np.flatnonzero(infos["_episode"]):
-            episodic_return, length = float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])
-            self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-            self.writer.add_scalar("charts/episodic_length", length, step)
-            if len(self.games) > 1:
-                game = self.games[env % len(self.games)]
-                self.writer.add_scalar(f"charts/episodic_return/{game}", episodic_return, step)
-            self.episodes_csv.writerow((step, seconds, env, f"{episodic_return:.6g}", length))
-            self.recent.append(episodic_return)
-            self.new_returns.append(episodic_return)
-            self.num_episodes += 1
+        self.episodes_csv.writerow((step, seconds, env, f"{episodic_return:.6g}", length))
+        self.recent.append(episodic_return)
+        self.new_returns.append(episodic_return)
+        self.num_episodes += 1
 
     def log(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Write the metrics of an iteration that ended at `step` and show the progress.
@@ -226,8 +227,10 @@ class Run:
             os.fsync(file.fileno())
         temporary.replace(self.path / "model.pt")
 
-    def finish(self, agent: torch.nn.Module) -> None:
-        """Save the model, close all files and print the summary."""
+    def finish(self, agent: torch.nn.Module, stopped_at: int | None = None) -> None:
+        """Save the model, close all files and print the summary, also of a run that was stopped before its end."""
+        if stopped_at is not None:
+            self.step = stopped_at
         self.save_model(agent, final=True)
         self.bar.close()
         self.writer.close()
@@ -236,8 +239,9 @@ class Run:
         if self.wandb_run is not None:
             self.wandb_run.finish()
         seconds = time.monotonic() - self.start
+        end = "done" if stopped_at is None else "stopped"
         print(
-            f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
+            f"{end}: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
             f"{self.num_episodes:,} episodes, {self.summary()} | model: {self.path / 'model.pt'}"
         )
 

@@ -54,7 +54,44 @@ class BitsEnv(gym.Env):
         return self.show(), reward, self.count == 10, False, {}
 
 
+class CueEnv(gym.Env):
+    """One of two cues is shown in the first step and asked for in the fourth and last: reward 1 if the action names it.
+
+    The last observation is the same for both, so that a policy without memory earns .5 on average, whatever it is.
+    """
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.cue = 0, int(self.np_random.integers(2))
+        return np.array([self.cue == 0, self.cue == 1, 0], np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        last = self.count == 4
+        return np.array([0, 0, self.count == 3], np.float32), float(last and action == self.cue), last, False, {}
+
+
+class CrashEnv(CountEnv):
+    """Raises an error in its 50th step."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 50:
+            raise ZeroDivisionError("the simulator has crashed")
+        return super().step(action)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _register_tasks():
     gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
     gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
+    gym.register("TestCue-v0", CueEnv)
+    gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)

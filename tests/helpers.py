@@ -40,9 +40,15 @@ def evaluate(script: ModuleType, run_dir: Path, episodes: int = 20) -> float:
     envs = make_envs(args.env_id, episodes, seed=10_000)
     obs, _ = envs.reset(seed=10_000)
     returns = np.full(episodes, np.nan)
+    recurrent = hasattr(agent, "initial_state")
+    state = agent.initial_state(episodes) if recurrent else None
     while np.isnan(returns).any():
-        dist = script.action_dist(envs.single_action_space, agent.get_policy(torch.as_tensor(obs)))
-        obs, _, _, _, infos = envs.step(dist.mode.numpy())
+        obs = torch.as_tensor(obs)
+        params, _, state = agent.step(obs, state) if recurrent else (agent.get_policy(obs), None, None)
+        dist = script.action_dist(envs.single_action_space, params)
+        obs, _, terminations, truncations, infos = envs.step(dist.mode.numpy())
+        if recurrent:
+            state[:, terminations | truncations] = 0
         if "episode" in infos:
             first = infos["_episode"] & np.isnan(returns)
             returns[first] = infos["episode"]["r"][first]

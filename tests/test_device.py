@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import Silent
 
+import impala
 import ppg
 import ppo
 from common.device import keep_freed_memory, resolve_device, setup_device
@@ -64,4 +65,18 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
             torch.empty(2, 8, 4, device=meta),
         )
         metrics |= ppg.auxiliary_phase(agent, optimizers[0], obs, returns, args, 0, Silent())
+    assert all(value.device == meta for value in metrics.values())
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+    meta = torch.device("meta")
+    args = impala.Args(use_lstm=use_lstm)
+    agent = impala.Agent(FRAMES, ACTIONS, args).to(meta)
+    obs = torch.empty(9, 4, *FRAMES.shape, dtype=torch.uint8, device=meta)
+    actions = torch.empty(8, 4, dtype=torch.int64, device=meta)
+    floats = [torch.empty(8, 4, device=meta) for _ in range(4)]
+    batch = impala.Unroll(obs, actions, *floats, agent.initial_state(4))
+    metrics = impala.update(agent, torch.optim.Adam(agent.parameters()), batch, args)
     assert all(value.device == meta for value in metrics.values())

@@ -18,18 +18,23 @@ import torch
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import impala
 import ppg
 import ppo
 from common.run import command, make_run_dir
 
 ROOT = Path(__file__).parent.parent
-BOTH = pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+SCRIPTS = [ppo, ppg, impala]
+ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 NUM_ENVS, NUM_STEPS = 4, 64
 
 CLEANRL_TAGS = [
     *("charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"),
-    *("losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
-    *("losses/clipfrac", "losses/explained_variance"),
+    *("losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/approx_kl", "losses/explained_variance"),
+]
+PPO_TAGS = ["losses/old_approx_kl", "losses/clipfrac"]
+IMPALA_TAGS = [
+    *("charts/policy_lag", "charts/policy_lag_max", "losses/rho", "losses/rho_clipfrac", "losses/c_clipfrac"),
 ]
 AUX_TAGS = ["losses/aux/kl_loss", "losses/aux/aux_value_loss", "losses/aux/real_value_loss"]
 
@@ -39,6 +44,9 @@ def make_args(script, runs_dir, **settings):
     small = {"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, "total_timesteps": 1000, "num_minibatches": 2}
     if script is ppg:
         small |= {"n_pi": 3, "e_aux": 1}
+    if script is impala:
+        del small["num_minibatches"]
+        small |= {"batch_size": NUM_ENVS, "num_actors": 0, "log_interval": 1}
     return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir), **small} | settings)
 
 
@@ -57,7 +65,7 @@ def flags(args):
     return shlex.split(command(args, "x.py"))[2:]
 
 
-@pytest.fixture(scope="module", params=[ppo, ppg], ids=["ppo", "ppg"])
+@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
 def finished(request, tmp_path_factory):
     """One finished run of each script: script, args, path, the agent that was trained, the seconds it took."""
     script, agents = request.param, []
@@ -127,15 +135,14 @@ def test_meta_json(finished):
     assert tyro.cli(finished.script.Args, args=words[2:]) == finished.args
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"clip_coef_vf": None, "max_grad_norm": None, "target_kl": 0.01},
-        {"clip_coef_vf": 0.1, "max_grad_norm": 1.0, "learning_rate": 1e-7, "gamma": 1.0, "ent_coef": 0.0},
-        {"norm_reward": False, "torch_deterministic": False, "anneal_lr": True, "track": True, "capture_video": True},
-        {"precision": "bf16", "norm_adv": "none", "init_fn": "orthogonal", "seed": 0, "total_timesteps": 10**9},
+        {"max_grad_norm": 1.0, "learning_rate": 1e-7, "gamma": 1.0, "ent_coef": 0.0},
+        {"max_grad_norm": None, "torch_deterministic": False, "anneal_lr": True, "track": True, "capture_video": True},
+        {"precision": "bf16", "init_fn": "orthogonal", "seed": 0, "total_timesteps": 10**9},
         {"env_id": "coinrun,maze", "distribution_mode": "hard", "num_levels": 500, "start_level": 7},
         {"exp_name": "it's a test", "runs_dir": "/a folder/$HOME/*", "wandb_entity": "team"},
     ],
@@ -149,7 +156,7 @@ def test_command_repeats_the_settings(script, settings):
 
 def test_command_repeats_every_setting():
     """No field is left out: each in turn has another value than its default."""
-    for script in (ppo, ppg):
+    for script in SCRIPTS:
         for field in dataclasses.fields(script.Args):
             options = getattr(field.type, "__args__", ())
             if field.type is bool:
@@ -165,9 +172,10 @@ def test_command_repeats_every_setting():
 
 def test_tensorboard_has_the_tags_of_cleanrl(finished):
     scalars = read_scalars(finished.path)
-    assert set(CLEANRL_TAGS) <= scalars.keys()
+    tags = CLEANRL_TAGS + (IMPALA_TAGS if finished.script is impala else PPO_TAGS)
+    assert set(tags) <= scalars.keys()
     iterations = [256, 512, 768, 1024]
-    for tag in CLEANRL_TAGS[2:]:
+    for tag in tags[2:]:
         assert [step for step, _ in scalars[tag]] == iterations, tag
     aux_tags = {tag for tag in scalars if tag.startswith("losses/aux/")}
     assert aux_tags >= set(AUX_TAGS) if finished.script is ppg else not aux_tags
@@ -216,18 +224,21 @@ def test_model(finished):
     torch.manual_seed(99)
     agent = finished.script.Agent(Box(-np.inf, np.inf, (4,)), Discrete(2), finished.args)
     obs, actions = torch.randn(16, 4), torch.arange(16) % 2
-    assert not torch.equal(agent.get_value(obs), finished.agent.get_value(obs))
+
+    def outputs(agent):
+        if finished.script is impala:
+            return agent.step(obs, agent.initial_state(16))
+        return agent.get_value(obs), *agent.get_action_and_value(obs, actions)
+
+    assert not torch.equal(outputs(agent)[0], outputs(finished.agent)[0])
     agent.load_state_dict(model["agent"])
     trained = finished.agent.state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in agent.state_dict().items())
-    assert torch.equal(agent.get_value(obs), finished.agent.get_value(obs))
-    for loaded, expected in zip(
-        agent.get_action_and_value(obs, actions), finished.agent.get_action_and_value(obs, actions), strict=True
-    ):
+    for loaded, expected in zip(outputs(agent), outputs(finished.agent), strict=True):
         assert torch.equal(loaded, expected)
 
 
-@BOTH
+@ALL
 def test_runs_of_the_same_second_get_their_own_folders(script, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9)
     args = make_args(script, tmp_path / "runs", total_timesteps=NUM_ENVS * NUM_STEPS)
@@ -283,7 +294,7 @@ import torch
 state = lambda: (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(),
                  torch.backends.cudnn.deterministic, random.getstate(), str(np.random.get_state()))
 before = state()
-import ppo, ppg
+import ppo, ppg, impala
 assert state() == before
 assert not {"procgen", "gym", "gym3", "wandb"} & sys.modules.keys()
 """
@@ -303,7 +314,7 @@ def help_texts(script):
     return texts
 
 
-@BOTH
+@ALL
 def test_help(script, tmp_path):
     result = run_python(tmp_path, ROOT / f"{script.__name__}.py", "--help")
     assert (result.returncode, result.stderr) == (0, "")
@@ -315,12 +326,12 @@ def test_help(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@BOTH
+@ALL
 def test_plain_progress_lines(script, tmp_path):
     args = make_args(script, "runs", seed=2)
     result = run_python(tmp_path, ROOT / f"{script.__name__}.py", *flags(args))
     assert (result.returncode, result.stderr) == (0, "")
-    header, *steps, done = result.stdout.splitlines()
+    header, *steps, done = result.stdout.splitlines()[: -1 if script is impala else None]
     (path,) = (tmp_path / "runs").iterdir()
     for part in (
         f"{script.__name__} on CartPole-v1",

@@ -1,0 +1,746 @@
+"""IMPALA (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561) for Procgen and Gymnasium.
+
+    python impala.py --env-id starpilot
+    python impala.py --env-id starpilot --use-lstm
+    python impala.py --env-id starpilot --num-actors 0    # act and learn in turn: repeats bit for bit
+    python impala.py --env-id CartPole-v1 --num-envs 8 --total-timesteps 200000 --gamma 0.99
+
+Actor threads, each with environments of its own, play T steps at a time (an unroll) with the newest policy that the
+learner has published, and put them into a bounded queue. The learner takes B unrolls, corrects with V-trace for what
+the policy has learnt since they were played, makes one gradient step and publishes. What differs from the paper and
+from DeepMind's scalable_agent:
+
+1. Losses are means over the batch, not sums. The settings of a sum carry over when RMSProp's epsilon and the norm that
+   the gradient is clipped to are divided by the T x B steps of a batch.
+2. `--total-timesteps` is rounded up to whole batches, and counts the steps that were learnt from. Unrolls that still
+   wait in the queue when a run ends are dropped, and so are their episodes; every other finished episode is recorded.
+3. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
+   none: its step limits count as deaths, as in the published runs of PPO.
+4. Rewards are divided by the running standard deviation of the discounted return, as in ppo.py. The paper clips them to
+   +-1, which makes all of a Procgen game's rewards alike.
+5. The LSTM does not see the last action and reward, and is as wide as the features.
+6. Vector observations go through one MLP for policy and value, and are not normalised.
+"""
+
+import copy
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
+
+from common.device import setup_device
+from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
+from common.errors import TrainingError, check_settings, one_line_errors, require
+from common.run import Run, check_run
+
+
+@dataclass
+class Args:
+    # ---- run
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run folder's name; by default that of the script's file"""
+    seed: int = 1
+    """seed of the networks, the action draws and the environments"""
+    device: str = "auto"
+    """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """number format in the encoder (on a GPU, fp32 convolutions run in TF32); all else is float32 in any case"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    runs_dir: str = "runs"
+    """where run folders are made"""
+    log_interval: int = 16_384
+    """environment steps between two rows of metrics"""
+    track: bool = False
+    """also log to Weights & Biases (needs the package wandb)"""
+    wandb_project_name: str = "procgen"
+    """project in Weights & Biases"""
+    wandb_entity: str | None = None
+    """team in Weights & Biases"""
+    capture_video: bool = False
+    """write videos of environment 0 into the run folder (slower: Procgen then draws 512x512 frames, too)"""
+
+    # ---- environment
+    env_id: str = "starpilot"
+    """a Procgen game, several joined by commas, or a Gymnasium id"""
+    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
+    """Procgen's difficulty; not every game has the last three"""
+    num_levels: int = 0
+    """number of Procgen levels to train on; 0 for no limit"""
+    start_level: int = 0
+    """the first Procgen level (needs --num-levels)"""
+    num_threads: int = 4
+    """C++ threads that step Procgen"""
+    num_envs: int = 64
+    """environments in all (N), shared evenly by the actors"""
+
+    # ---- algorithm
+    total_timesteps: int = 25_000_000
+    """environment steps in all; rounded up to whole batches of B x T"""
+    num_actors: int = 2
+    """threads that act while the learner learns; 0 to act and learn in turn"""
+    num_steps: int = 32
+    """steps of each environment in an unroll (T)"""
+    batch_size: int = 32
+    """unrolls that make a batch of the learner (B)"""
+    queue_size: int = 32
+    """unrolls that may wait for the learner; actors pause while it is full"""
+    optimizer: Literal["rmsprop", "adam"] = "adam"
+    """RMSProp as in the paper (decay .99, no momentum), or Adam"""
+    learning_rate: float = 5e-4
+    """step size of the optimizer (alpha)"""
+    anneal_lr: bool = False
+    """lower the learning rate linearly to 0 over the run"""
+    rmsprop_eps: float = 1.6e-4
+    """RMSProp's epsilon, outside the root"""
+    adam_eps: float = 1e-5
+    """Adam's epsilon (eps)"""
+    gamma: float = 0.999
+    """discount factor (gamma)"""
+    vtrace_lambda: float = 0.95
+    """decay of V-trace's corrections (lambda; 1 in the paper's experiments)"""
+    rho_bar: float = 1.0
+    """bound of the importance weights in V-trace's temporal differences (rho-bar)"""
+    c_bar: float = 1.0
+    """bound of the importance weights that carry corrections back in time (c-bar), not above rho-bar"""
+    pg_rho_bar: float = 1.0
+    """bound of the importance weights of the policy gradient"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    baseline_coef: float = 0.5
+    """weight of the value loss, which is half the mean squared error"""
+    max_grad_norm: float | None = 0.5
+    """clip the gradient to this L2 norm; None for no clipping"""
+    reward_norm: Literal["return", "clip", "soft-asymmetric", "none"] = "return"
+    """divide rewards by the running standard deviation of the discounted return and clip them to +-10; clip them to
+    +-1; squash them, the negative ones to .3 of it (the paper's for DMLab); or leave them as they are"""
+    norm_reward_gamma: float | None = 0.99
+    """discount factor of the return that rewards are scaled by; None for gamma (--reward-norm return only)"""
+
+    # ---- networks
+    use_lstm: bool = False
+    """put an LSTM between encoder and heads"""
+    feature_dim: int = 256
+    """width of the encoder's output"""
+    hidden_dim: int = 64
+    """width of the MLP's hidden layer (vector observations only)"""
+    init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "xavier_uniform"
+    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
+
+    @property
+    def num_updates(self) -> int:
+        return math.ceil(self.total_timesteps / (self.batch_size * self.num_steps))
+
+    def validate(self) -> None:
+        """Raise InputError for sizes that cannot work, before anything is started."""
+        check_settings(
+            self,
+            positive="total_timesteps log_interval num_envs num_steps batch_size queue_size rho_bar c_bar pg_rho_bar "
+            "max_grad_norm feature_dim hidden_dim",
+            not_negative="num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
+            fractions="gamma vtrace_lambda norm_reward_gamma",
+        )
+        groups = self.num_actors * len(self.env_id.split(","))  # each actor plays every game
+        require(
+            not groups or self.num_envs % groups == 0,
+            f"--num-envs {self.num_envs} cannot be shared evenly by --num-actors {self.num_actors}, with environments "
+            f"of every game for each: use a multiple of {groups}.",
+        )
+        require(
+            self.c_bar <= self.rho_bar,
+            f"--c-bar {self.c_bar} is above --rho-bar {self.rho_bar}, which V-trace does not allow: lower it.",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- networks
+
+# Scale of the initial weights: the L2 norm of each output row for "normed", else the gain. The values of "normed" are
+# those of OpenAI's phasic-policy-gradient; "residual" keeps the variance over 3 stacks of 2 blocks of 2 convolutions.
+INIT_SCALES = {
+    "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
+    "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
+    "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
+}
+
+
+def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
+    scale = INIT_SCALES[init_fn][role]
+    if init_fn == "normed":
+        rows = layer.weight.data.flatten(1)
+        layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
+    elif init_fn == "orthogonal":
+        nn.init.orthogonal_(layer.weight, scale)
+    else:
+        nn.init.xavier_uniform_(layer.weight, scale)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, init_fn: str):
+        super().__init__()
+        self.conv0 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
+        self.conv1 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+class ImpalaCNN(nn.Module):
+    """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
+
+    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. The permuted frames are in PyTorch's
+    channels_last layout, which convolutions keep and are fastest in.
+    """
+
+    def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
+        super().__init__()
+        height, width, channels = observation_shape
+        layers = []
+        for out_channels in (16, 32, 32):
+            layers += [
+                init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
+                nn.MaxPool2d(3, stride=2, padding=1),
+                ResidualBlock(out_channels, init_fn),
+                ResidualBlock(out_channels, init_fn),
+            ]
+            channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
+        layers += [
+            nn.ReLU(),
+            nn.Flatten(),
+            init_layer(nn.Linear(channels * height * width, feature_dim), init_fn, "dense"),
+            nn.ReLU(),
+        ]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return self.layers(frames.permute(0, 3, 1, 2).float() / 255)
+
+
+class MLP(nn.Module):
+    """Vectors float32 [B, size] -> features [B, feature_dim]."""
+
+    def __init__(self, size: int, hidden_dim: int, feature_dim: int, init_fn: str):
+        super().__init__()
+        self.layers = nn.Sequential(
+            init_layer(nn.Linear(size, hidden_dim), init_fn, "dense"),
+            nn.Tanh(),
+            init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense"),
+            nn.Tanh(),
+        )
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.layers(vectors)
+
+
+def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
+    """The network from observations [B, *space.shape] to features [B, feature_dim]."""
+    if len(space.shape) == 3:
+        return ImpalaCNN(space.shape, feature_dim, init_fn)
+    return MLP(space.shape[0], hidden_dim, feature_dim, init_fn)
+
+
+class PolicyHead(nn.Module):
+    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
+
+    P is the number of actions of a `Discrete` space, the number of bits of a `MultiBinary`, and for a `Box` twice its
+    size: the means, and the logarithms of standard deviations that do not depend on the observation.
+    """
+
+    def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
+        super().__init__()
+        size = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
+        self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
+        self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        output = self.linear(features)
+        if self.log_std is None:
+            return output
+        return torch.cat([output, self.log_std.expand_as(output)], dim=-1)
+
+
+def action_dist(space: gym.Space, params: Tensor) -> Distribution:
+    """The distribution over one action: categorical, independent Bernoulli, or diagonal Gaussian (not clipped)."""
+    if isinstance(space, gym.spaces.Discrete):
+        return Categorical(logits=params, validate_args=False)
+    if isinstance(space, gym.spaces.MultiBinary):
+        return Independent(Bernoulli(logits=params, validate_args=False), 1, validate_args=False)
+    mean, log_std = params.chunk(2, dim=-1)
+    return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+class Agent(nn.Module):
+    """Policy and value function on one encoder, with an LSTM between them if `use_lstm`.
+
+    The recurrent state of N environments is one float32 tensor [2, N, H], h and c; without an LSTM, H is 0.
+    """
+
+    def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
+        super().__init__()
+        self.action_space, self.bf16 = action_space, args.precision == "bf16"
+        self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
+        self.lstm = nn.LSTMCell(args.feature_dim, args.feature_dim) if args.use_lstm else None
+        self.policy_head = PolicyHead(action_space, args.feature_dim, args.init_fn)
+        self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
+
+    def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            features = encoder(obs)
+        return features.float() if self.bf16 else features
+
+    def initial_state(self, num_envs: int) -> Tensor:
+        """The recurrent state [2, num_envs, H] at the start of an episode: zeros."""
+        size = 0 if self.lstm is None else self.lstm.hidden_size
+        return torch.zeros(2, num_envs, size, device=self.value_head.weight.device)
+
+    def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One step of N environments, whose states [2, N, H] are zero where an episode starts with `obs` [N, ...].
+
+        Returns parameters of the action distributions, float32 [N, P], values, float32 [N], and the next state.
+        """
+        features = self.encode(self.encoder, obs)
+        if self.lstm is not None:
+            state = torch.stack(self.lstm(features, tuple(state)))
+            features = state[0]
+        return self.policy_head(features), self.value_head(features).squeeze(-1), state
+
+    def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
+        """T + 1 steps of B unrolls: obs [T + 1, B, ...], the state before obs[0] [2, B, H], dones [T, B].
+
+        Returns parameters of the action distributions [T + 1, B, P] and values [T + 1, B]; what `step` returns, step by
+        step, when the state is zeroed after each `done`.
+        """
+        features = self.encode(self.encoder, obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+        if self.lstm is not None:
+            outputs = []
+            for t in range(len(features)):
+                state = torch.stack(self.lstm(features[t], tuple(state)))
+                outputs.append(state[0])
+                if t < len(dones):
+                    state = state * (1 - dones[t]).unsqueeze(-1)
+            features = torch.stack(outputs)
+        return self.policy_head(features), self.value_head(features).squeeze(-1)
+
+
+# ------------------------------------------------------------------------------------------------------------- actors
+
+
+class Unroll(NamedTuple):
+    """T steps of one environment. In a batch, every field has B of them in dimension 1.
+
+    `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`.
+    """
+
+    obs: Tensor  # [T + 1, *observation_shape], uint8 frames or float32 vectors; the last starts the next unroll
+    actions: Tensor  # [T] int64, or [T, size] float32
+    logprobs: Tensor  # [T] float32, of the actions under the policy that took them (mu)
+    rewards: Tensor  # [T] float32, after --reward-norm
+    dones: Tensor  # [T] float32
+    truncation_values: Tensor  # [T] float32, value of the final observation where a time limit cut an episode
+    state: Tensor  # [2, H] float32, the recurrent state before obs[0]
+
+
+class Experience(NamedTuple):
+    """What an actor hands to the learner."""
+
+    unroll: Unroll
+    version: int  # updates that the policy which acted had had
+    env: int  # number of the environment
+    episodes: list[tuple[int, float, int]]  # those that ended: t, return (as the environment gave it), length
+
+
+class PublishedPolicy:
+    """What actors act with: a copy of the learner's agent and its number of updates.
+
+    A new copy takes the old one's place in one assignment, and no copy is ever changed: an actor that took one for an
+    unroll can neither see half of an update nor change its mind in mid-unroll.
+    """
+
+    def __init__(self, agent: Agent):
+        self.newest = copy.deepcopy(agent), 0
+
+    def publish(self, agent: Agent) -> None:
+        _, version = self.newest
+        self.newest = copy.deepcopy(agent), version + 1
+
+
+def treat_rewards(rewards: np.ndarray, reward_norm: str) -> np.ndarray:
+    """Clip or squash rewards float32 [T, N] as `--reward-norm` says (IMPALA, figure D.1)."""
+    if reward_norm == "clip":
+        return rewards.clip(-1, 1)
+    if reward_norm == "soft-asymmetric":
+        squashed = 5 * np.tanh(rewards / 5)
+        return np.where(rewards < 0, 0.3 * squashed, squashed)
+    return rewards
+
+
+@torch.no_grad()
+def act(
+    envs: gym.vector.VectorEnv,
+    first_env: int,
+    policy: PublishedPolicy,
+    reward_normalizer: RewardNormalizer | None,
+    args: Args,
+    device: torch.device,
+    stop: threading.Event,
+) -> Iterator[Experience]:
+    """Play `num_steps` steps of n environments with the newest policy, yield the n unrolls, and so on until `stop`.
+
+    The environments are number `first_env` to `first_env + n - 1` of all.
+    """
+    num_envs, num_steps = envs.num_envs, args.num_steps
+    next_obs, _ = envs.reset(seed=args.seed + first_env)
+    obs = torch.as_tensor(next_obs, device=device)
+    state = policy.newest[0].initial_state(num_envs)
+    while True:
+        agent, version = policy.newest
+        frames = torch.empty((num_steps + 1, *obs.shape), dtype=obs.dtype, device=device)
+        actions, logprobs = [], []
+        rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
+        truncation_values = torch.zeros(num_steps, num_envs, device=device)
+        first_state = state
+        episodes = [[] for _ in range(num_envs)]
+        for t in range(num_steps):
+            if stop.is_set():
+                return
+            frames[t] = obs
+            params, _, state = agent.step(obs, state)
+            if not params.isfinite().all():
+                raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
+            dist = action_dist(agent.action_space, params)
+            actions.append(dist.sample())
+            logprobs.append(dist.log_prob(actions[t]))
+            next_obs, rewards[t], terminations, truncations, infos = envs.step(actions[t].cpu().numpy())
+            dones[t] = terminations | truncations
+            cut = truncations & ~terminations  # by a time limit alone
+            if cut.any():
+                final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut])).to(obs)
+                _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
+            obs = torch.as_tensor(next_obs).to(obs)
+            state = state * (1 - torch.as_tensor(dones[t], device=device).unsqueeze(-1))
+            for env in np.flatnonzero(infos.get("_episode", ())):
+                episodes[env].append((t, float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])))
+        frames[num_steps] = obs
+        if reward_normalizer is not None:
+            rewards = reward_normalizer(rewards, dones, slice(first_env, first_env + num_envs))
+        unrolls = Unroll(
+            frames,
+            torch.stack(actions),
+            torch.stack(logprobs),
+            torch.as_tensor(treat_rewards(rewards, args.reward_norm), device=device),
+            torch.as_tensor(dones, device=device),
+            truncation_values,
+            first_state,
+        )
+        for env in range(num_envs):
+            yield Experience(Unroll(*(field[:, env] for field in unrolls)), version, first_env + env, episodes[env])
+
+
+class ActorThreads:
+    """Run actors in threads of their own; `next` gives what they hand over, through a bounded queue.
+
+    Args:
+        actors: iterators such as `act` gives; they end soon after `stop` is set.
+        queue_size: how much may wait in the queue; a thread that finds it full waits.
+        stop: set by `close`.
+    """
+
+    POLL_SECONDS = 0.2  # how often a waiting thread looks whether the run still goes on
+    PATIENCE_SECONDS = 600  # actors that give nothing for so long are given up
+
+    def __init__(self, actors: list[Iterator[Experience]], queue_size: int, stop: threading.Event):
+        self.queue, self.stop, self.error = queue.Queue(queue_size), stop, None
+        self.actor_waited = [0.0] * len(actors)
+        self.threads = [
+            threading.Thread(target=self.run_actor, args=(number, actor), name=f"actor {number}", daemon=True)
+            for number, actor in enumerate(actors)
+        ]
+        self.reset_metrics()
+        for thread in self.threads:
+            thread.start()
+
+    def run_actor(self, number: int, actor: Iterator[Experience]) -> None:
+        try:
+            for experience in actor:
+                start = time.monotonic()
+                while not self.stop.is_set():
+                    try:
+                        self.queue.put(experience, timeout=self.POLL_SECONDS)
+                        break
+                    except queue.Full:
+                        continue
+                self.actor_waited[number] += time.monotonic() - start
+        except Exception as error:
+            self.error = error
+
+    def __next__(self) -> Experience:
+        """Wait for the next unroll. Where an actor has stopped, raise its error, or RuntimeError if there was none."""
+        start = time.monotonic()
+        self.taken += 1
+        self.waiting += self.queue.qsize()
+        while True:
+            for thread in self.threads:
+                if not thread.is_alive():
+                    raise self.error or RuntimeError(f"{thread.name} has stopped without an error")
+            try:
+                experience = self.queue.get(timeout=self.POLL_SECONDS)
+                break
+            except queue.Empty:
+                if time.monotonic() - start > self.PATIENCE_SECONDS:
+                    raise TrainingError(f"no actor has given an unroll for {self.PATIENCE_SECONDS} s") from None
+        self.learner_waited += time.monotonic() - start
+        return experience
+
+    def reset_metrics(self) -> None:
+        self.since, self.taken, self.waiting, self.learner_waited = time.monotonic(), 0, 0, 0.0
+        self.waited_before = sum(self.actor_waited)
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call: how full the queue was when the learner took from it, and the shares of the time that
+        learner and actors waited for each other."""
+        seconds = time.monotonic() - self.since
+        metrics = {
+            "charts/queue_occupancy": self.waiting / self.taken / self.queue.maxsize,
+            "charts/learner_idle": self.learner_waited / seconds,
+            "charts/actor_idle": (sum(self.actor_waited) - self.waited_before) / len(self.threads) / seconds,
+        }
+        self.reset_metrics()
+        return metrics
+
+    def close(self) -> None:
+        """Stop all threads and wait for them, a few seconds at most."""
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(timeout=4)
+
+
+# ----------------------------------------------------------------------------------------------------------- learning
+
+
+def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
+    """A batch of unrolls: B of them side by side, in dimension 1."""
+    return Unroll(*(torch.stack(field, dim=1) for field in zip(*unrolls, strict=True)))
+
+
+@torch.no_grad()
+def vtrace(
+    logratio: Tensor,
+    rewards: Tensor,
+    discounts: Tensor,
+    values: Tensor,
+    vtrace_lambda: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    pg_rho_bar: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace targets and policy-gradient advantages, both [T, B] (IMPALA, section 4.1 and equation 4; remark 2).
+
+    delta_t = rho_t (r_t + gamma_t V_(t+1) - V_t);  v_t = V_t + delta_t + gamma_t c_t (v_(t+1) - V_(t+1)),  v_T = V_T
+    A_t = min(pg_rho_bar, ratio_t) (r_t + gamma_t v_(t+1) - V_t)
+
+    with rho_t = min(rho_bar, ratio_t) and c_t = lambda min(c_bar, ratio_t).
+
+    Args:
+        logratio: [T, B], log of pi(a|x) / mu(a|x), of the learner's policy over the one that acted.
+        rewards: [T, B].
+        discounts: [T, B], gamma, or 0 where the action ended its episode.
+        values: [T + 1, B], the learner's; the last bootstraps.
+    """
+    ratio = logratio.exp()
+    rho, c = ratio.clamp(max=rho_bar), vtrace_lambda * ratio.clamp(max=c_bar)
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    corrections = torch.zeros_like(values)  # v_t - V_t
+    for t in reversed(range(len(rewards))):
+        corrections[t] = deltas[t] + discounts[t] * c[t] * corrections[t + 1]
+    targets = values + corrections
+    advantages = ratio.clamp(max=pg_rho_bar) * (rewards + discounts * targets[1:] - values[:-1])
+    return targets[:-1], advantages
+
+
+def policy_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """The policy gradient as a loss (IMPALA, section 4.2). Arguments [T, B]; no gradient through the advantages."""
+    return -(logprobs * advantages.detach()).mean()
+
+
+def value_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Half the mean squared error of values [T, B] against V-trace targets [T, B]."""
+    return 0.5 * ((values - targets.detach()) ** 2).mean()
+
+
+def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
+    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
+
+
+def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each tag over the minibatches that have it, still on the device."""
+    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
+    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
+    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: Args) -> dict[str, Tensor]:
+    """One gradient step on a batch of unrolls. Returns its metrics."""
+    params, values = agent.unroll(batch.obs, batch.state, batch.dones)
+    dist = action_dist(agent.action_space, params[:-1])
+    logprobs = dist.log_prob(batch.actions)
+    logratio = logprobs.detach() - batch.logprobs
+    targets, advantages = vtrace(
+        logratio,
+        batch.rewards + args.gamma * batch.truncation_values,
+        args.gamma * (1 - batch.dones),
+        values.detach(),
+        args.vtrace_lambda,
+        args.rho_bar,
+        args.c_bar,
+        args.pg_rho_bar,
+    )
+    pg_loss = policy_loss(logprobs, advantages)
+    v_loss = value_loss(values[:-1], targets)
+    entropy_loss = dist.entropy().mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.baseline_coef * v_loss
+    optimizer.zero_grad()
+    loss.backward()
+    grad_norm = clip_gradient(agent, args.max_grad_norm)
+    optimizer.step()
+    ratio = logratio.exp()
+    metrics = {
+        "losses/policy_loss": pg_loss,
+        "losses/entropy": entropy_loss,
+        "losses/value_loss": v_loss,
+        "losses/approx_kl": (ratio - 1 - logratio).mean(),
+        "losses/rho": ratio.mean(),
+        "losses/rho_clipfrac": (ratio > args.rho_bar).float().mean(),
+        "losses/c_clipfrac": (ratio > args.c_bar).float().mean(),
+        "losses/grad_norm": grad_norm,
+        "losses/explained_variance": explained_variance(values[:-1], targets),
+    }
+    return {tag: value.detach() for tag, value in metrics.items()}
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def group_seed(seed: int, number: int) -> int:
+    """Seed of the environments of actor `number`: `seed` for the first, others that no seed near by leads to."""
+    return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
+
+
+def record_episodes(run: Run, step: int, batch: list[Experience]) -> None:
+    """Tell `run` of the episodes that ended in a batch whose first actions were taken at `step`, in order of time."""
+    episodes = [(t, each.env, *result) for each in batch for t, *result in each.episodes]
+    for t, env, episodic_return, length in sorted(episodes):
+        run.episode(step + (t + 1) * len(batch), env, episodic_return, length)
+
+
+def main(args: Args) -> Path:
+    """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
+    # ---- set up
+    args.validate()
+    check_run(args)
+    device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
+    num_groups = max(1, args.num_actors)
+    envs_per_group = args.num_envs // num_groups
+    groups = [
+        make_envs(
+            args.env_id,
+            envs_per_group,
+            seed=group_seed(args.seed, number),
+            distribution_mode=args.distribution_mode,
+            num_levels=args.num_levels,
+            start_level=args.start_level,
+            num_threads=args.num_threads,
+            capture_video=args.capture_video and number == 0,
+        )
+        for number in range(num_groups)
+    ]
+    agent = Agent(groups[0].single_observation_space, groups[0].single_action_space, args).to(device)
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps)
+    else:
+        optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=args.rmsprop_eps)
+    reward_normalizer = None
+    if args.reward_norm == "return":
+        norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
+    batch_steps = args.batch_size * args.num_steps
+    total_steps = args.num_updates * batch_steps
+    run = Run(args, script=Path(__file__).name, agent=agent, device=device, total_steps=total_steps)
+    if args.capture_video:
+        groups[0] = RecordFirstEnv(groups[0], run.path / "videos")
+
+    policy, stop = PublishedPolicy(agent), threading.Event()
+    actors = [
+        act(envs, number * envs_per_group, policy, reward_normalizer, args, device, stop)
+        for number, envs in enumerate(groups)
+    ]
+    unrolls = ActorThreads(actors, args.queue_size, stop) if args.num_actors else actors[0]
+    step, history, lags, lag_sum, lag_max = 0, [], [], 0, 0
+    try:
+        for num_updates in range(args.num_updates):
+            learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+            optimizer.param_groups[0]["lr"] = learning_rate
+
+            # ---- collect
+            batch = [next(unrolls) for _ in range(args.batch_size)]
+
+            # ---- learn
+            metrics = update(agent, optimizer, stack_unrolls([experience.unroll for experience in batch]), args)
+            run.require_finite(step, metrics)  # before an actor draws from a broken policy
+            policy.publish(agent)
+
+            # ---- log
+            record_episodes(run, step, batch)
+            step += batch_steps
+            history.append(metrics)
+            lags += [num_updates - experience.version for experience in batch]
+            if step % args.log_interval < batch_steps or step == total_steps:
+                lag_sum, lag_max = lag_sum + sum(lags), max(lag_max, *lags)
+                metrics = mean_metrics(history) | {
+                    "charts/learning_rate": learning_rate,
+                    "charts/policy_lag": sum(lags) / len(lags),
+                    "charts/policy_lag_max": max(lags),
+                }
+                if args.num_actors:
+                    metrics |= unrolls.metrics()
+                run.log(step, metrics)
+                run.save_model(agent)
+                history, lags = [], []
+
+        run.finish(agent)
+        mean_lag = lag_sum / (args.num_updates * args.batch_size)
+        print(f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most")
+    except FloatingPointError as error:
+        run.fail(str(error))
+    except KeyboardInterrupt:  # the learner may be in the middle of a step, what it has published is whole
+        run.finish(policy.newest[0], stopped_at=step)
+        raise
+    finally:
+        unrolls.close()
+        for envs in groups:
+            envs.close()
+    return run.path
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))

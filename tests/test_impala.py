@@ -1,0 +1,627 @@
+"""IMPALA's agent with and without memory, its learner's step, and its actors: what they yield, and how they fail."""
+
+import contextlib
+import copy
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import evaluate
+from test_losses import ACTION_SPACES, VECTOR
+
+import impala
+from common.envs import RewardNormalizer, make_envs
+from common.errors import TrainingError
+
+ROOT = Path(__file__).parent.parent
+SPACES = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+
+
+def make_agent(space=ACTION_SPACES["discrete"], obs_space=VECTOR, **settings):
+    torch.manual_seed(0)
+    args = impala.Args(**{"feature_dim": 8, "hidden_dim": 8, "num_actors": 0, "device": "cpu"} | settings)
+    return impala.Agent(obs_space, space, args), args
+
+
+def random_unrolls(agent, space, num_steps=6, batch_size=4, end=0.3):
+    """A batch as of an older policy: random observations, and the agent's own actions with shifted probabilities."""
+    obs = torch.randn(num_steps + 1, batch_size, *VECTOR.shape)
+    state = 0.5 * torch.randn_like(agent.initial_state(batch_size))
+    dones = (torch.rand(num_steps, batch_size) < end).float()
+    with torch.no_grad():
+        dist = impala.action_dist(space, agent.unroll(obs, state, dones)[0][:-1])
+        actions = dist.sample()
+        logprobs = dist.log_prob(actions) + 0.3 * torch.randn(num_steps, batch_size)
+    truncation_values = torch.randn(num_steps, batch_size) * dones * (torch.rand(num_steps, batch_size) < 0.5)
+    rewards = torch.randn(num_steps, batch_size)
+    return impala.Unroll(obs, actions, logprobs, rewards, dones, truncation_values, state)
+
+
+def play(env_id, num_envs, num_steps, count, reward_normalizer=None, **settings):
+    """The first `count` unrolls that an actor yields, and its agent."""
+    envs = make_envs(env_id, num_envs, seed=0)
+    agent, _ = make_agent(envs.single_action_space, envs.single_observation_space, **settings)
+    args = impala.Args(num_steps=num_steps, seed=0, **settings)
+    policy, device = impala.PublishedPolicy(agent), torch.device("cpu")
+    actor = impala.act(envs, 10, policy, reward_normalizer, args, device, threading.Event())
+    unrolls = [next(actor) for _ in range(count)]
+    actor.close()
+    envs.close()
+    return unrolls, agent
+
+
+# --------------------------------------------------------------------------------------------------------------- agent
+
+
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_stepping_equals_the_unrolled_pass(use_lstm):
+    """With episodes that end inside the unroll, and a state that is not zero before it."""
+    agent, _ = make_agent(use_lstm=use_lstm)
+    batch = random_unrolls(agent, agent.action_space)
+    assert batch.dones.any()
+    with torch.no_grad():
+        params, values = agent.unroll(batch.obs, batch.state, batch.dones)
+        state = batch.state
+        for t in range(len(batch.obs)):
+            step_params, step_values, state = agent.step(batch.obs[t], state)
+            torch.testing.assert_close(params[t], step_params)
+            torch.testing.assert_close(values[t], step_values)
+            if t < len(batch.dones):
+                state = torch.where(batch.dones[t, :, None] == 1, 0.0, state)
+
+
+def test_memory_ends_with_the_episode():
+    agent, _ = make_agent(use_lstm=True)
+    obs, dones = torch.randn(5, 2, *VECTOR.shape), torch.zeros(4, 2)
+    dones[1, 0] = 1  # environment 0 starts an episode with obs[2], environment 1 goes on
+    other = obs.clone()
+    other[:2] = torch.randn_like(other[:2])
+    with torch.no_grad():
+        (_, values), (_, other_values) = (agent.unroll(x, agent.initial_state(2), dones) for x in (obs, other))
+    assert torch.equal(values[2:, 0], other_values[2:, 0])
+    assert not torch.equal(values[2:, 1], other_values[2:, 1])
+
+
+def test_without_lstm_there_is_no_state():
+    agent, _ = make_agent()
+    assert agent.initial_state(3).shape == (2, 3, 0)
+    assert not [name for name, _ in agent.named_parameters() if "lstm" in name]
+
+
+# ------------------------------------------------------------------------------------------------------------- learner
+
+
+@SPACES
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_update_follows_the_gradient_of_the_weighted_sum(space, use_lstm):
+    """A step of plain gradient descent moves the parameters by minus the gradient of the losses, written out here."""
+    settings = {"ent_coef": 0.03, "baseline_coef": 0.7, "max_grad_norm": None, "gamma": 0.9, "rho_bar": 1.1}
+    agent, args = make_agent(space, use_lstm=use_lstm, vtrace_lambda=0.8, c_bar=0.9, pg_rho_bar=1.2, **settings)
+    batch = random_unrolls(agent, space)
+
+    params, values = agent.unroll(batch.obs, batch.state, batch.dones)
+    dist = impala.action_dist(space, params[:-1])
+    logprobs = dist.log_prob(batch.actions)
+    ratio = (logprobs - batch.logprobs).exp().detach()
+    v, targets = values.detach(), values.detach().clone()  # v[-1], the learner's value, bootstraps
+    rewards = batch.rewards + 0.9 * batch.truncation_values
+    discounts = 0.9 * (1 - batch.dones)
+    for t in reversed(range(len(rewards))):
+        delta = ratio[t].clip(max=1.1) * (rewards[t] + discounts[t] * v[t + 1] - v[t])
+        targets[t] = v[t] + delta + discounts[t] * 0.8 * ratio[t].clip(max=0.9) * (targets[t + 1] - v[t + 1])
+    advantages = ratio.clip(max=1.2) * (rewards + discounts * targets[1:] - v[:-1])
+    loss = -(logprobs * advantages).mean() - 0.03 * dist.entropy().mean()
+    (loss + 0.7 * ((values[:-1] - targets[:-1]) ** 2).mean() / 2).backward()
+    expected = {
+        name: parameter.detach() - (0.1 * parameter.grad if parameter.grad is not None else 0)
+        for name, parameter in agent.named_parameters()
+    }
+
+    metrics = impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args)
+    for name, parameter in agent.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], msg=name)
+    assert metrics["losses/rho"].item() == pytest.approx(ratio.mean().item())
+    assert metrics["losses/rho_clipfrac"].item() == pytest.approx((ratio > 1.1).float().mean().item())
+    assert metrics["losses/c_clipfrac"].item() == pytest.approx((ratio > 0.9).float().mean().item())
+    assert 0 < metrics["losses/rho_clipfrac"] < metrics["losses/c_clipfrac"] < 1
+
+
+def test_losses_by_hand():
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    advantages = torch.tensor([[3.0, -1.0]], requires_grad=True)
+    loss = impala.policy_loss(logprobs, advantages)
+    assert loss.item() == pytest.approx(-(-1.0 * 3 + -2.0 * -1) / 2)
+    loss.backward()
+    assert logprobs.grad.tolist() == [[-1.5, 0.5]]
+    assert advantages.grad is None
+
+    values, targets = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[3.0, 2.0]], requires_grad=True)
+    loss = impala.value_loss(values, targets)
+    assert loss.item() == pytest.approx(0.5 * (4 + 0) / 2)
+    loss.backward()
+    assert targets.grad is None
+
+
+def test_rewards_treated():
+    rewards = np.array([[-10.0, -0.5, 0.0, 0.5, 10.0]], np.float32)
+    assert impala.treat_rewards(rewards, "none") is rewards
+    assert impala.treat_rewards(rewards, "clip").tolist() == [[-1, -0.5, 0, 0.5, 1]]
+    # 5 tanh(r / 5), negative ones times .3: 5 tanh(2) = 4.82014, 5 tanh(.1) = .49834
+    expected = [[-0.3 * 4.82014, -0.3 * 0.49834, 0, 0.49834, 4.82014]]
+    np.testing.assert_allclose(impala.treat_rewards(rewards, "soft-asymmetric"), expected, rtol=1e-5)
+
+
+def test_stacked_unrolls_lie_side_by_side():
+    unrolls, _ = play("TestCount-v0", num_envs=3, num_steps=4, count=3, use_lstm=True)
+    batch = impala.stack_unrolls([each.unroll for each in unrolls])
+    assert [tuple(field.shape) for field in batch] == [(5, 3, 1), *[(4, 3)] * 5, (2, 3, 8)]
+    for n, each in enumerate(unrolls):
+        for stacked, single in zip(batch, each.unroll, strict=True):
+            assert torch.equal(stacked[:, n], single)
+
+
+# --------------------------------------------------------------------------------------------------------------- actors
+
+
+def test_unrolls_align_time_and_bootstrap_truncations():
+    """TestCount-v0 shows the step's number in the episode and is cut by a time limit after step 5."""
+    unrolls, agent = play("TestCount-v0", num_envs=2, num_steps=6, count=4, reward_norm="none", use_lstm=True)
+    first, second = unrolls[0], unrolls[2]  # two unrolls of environment 10
+    assert [each.env for each in unrolls] == [10, 11, 10, 11]
+    assert torch.cat([first.unroll.obs, second.unroll.obs])[:, 0].tolist() == [0, 1, 2, 3, 4, 0, 1, 1, 2, 3, 4, 0, 1, 2]
+    assert torch.cat([first.unroll.dones, second.unroll.dones]).tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0]
+    assert (first.unroll.rewards == 1).all()
+    assert (first.episodes, second.episodes) == ([(4, 5.0, 5)], [(3, 5.0, 5)])
+
+    state = agent.initial_state(1)
+    assert (first.unroll.state == 0).all()
+    for t in range(5):
+        _, _, state = agent.step(torch.tensor([[float(t)]]), state)
+    _, final_value, _ = agent.step(torch.tensor([[5.0]]), state)  # with the memory of the episode that was cut
+    expected = torch.zeros(6)
+    expected[4] = final_value.detach()
+    torch.testing.assert_close(first.unroll.truncation_values, expected)
+    _, _, state = agent.step(torch.tensor([[0.0]]), agent.initial_state(1))
+    torch.testing.assert_close(second.unroll.state, state[:, 0].detach())
+
+
+def test_terminations_are_not_bootstrapped():
+    unrolls, _ = play("TestBits-v0", num_envs=2, num_steps=10, count=2)
+    for each in unrolls:
+        assert each.unroll.dones[9] == 1
+        assert (each.unroll.truncation_values == 0).all()
+
+
+def test_unrolls_hold_what_the_policy_did():
+    unrolls, agent = play("TestBits-v0", num_envs=4, num_steps=8, count=4, reward_norm="none", use_lstm=True)
+    batch = impala.stack_unrolls([each.unroll for each in unrolls])
+    with torch.no_grad():
+        params, _ = agent.unroll(batch.obs, batch.state, batch.dones)
+    dist = impala.action_dist(agent.action_space, params[:-1])
+    torch.testing.assert_close(dist.log_prob(batch.actions), batch.logprobs)
+    expected = (batch.actions == batch.obs[:-1]).float().mean(-1)  # at the index of the action that earned it
+    torch.testing.assert_close(batch.rewards, expected)
+
+
+def test_actors_share_one_reward_scale():
+    """Segments of two halves of the environments enter the same statistics, each with its own running returns."""
+    rng = np.random.default_rng(0)
+    rewards, dones = rng.normal(size=(2, 5, 4)).astype(np.float32), rng.random((2, 5, 4)) < 0.2
+    whole, halves = RewardNormalizer(4, 0.9), RewardNormalizer(4, 0.9)
+    for segment, done in zip(rewards, dones, strict=True):
+        scaled = whole(segment, done)
+        halves(segment[:, :2], done[:, :2], slice(0, 2))
+        second = halves(segment[:, 2:], done[:, 2:], slice(2, 4))
+        np.testing.assert_allclose(second, scaled[:, 2:], rtol=1e-5)
+    assert halves.returns.tolist() == whole.returns.tolist()
+    raw, _ = play("TestBits-v0", num_envs=2, num_steps=8, count=2, reward_norm="none")
+    normalizer = RewardNormalizer(12, 0.9)
+    scaled, _ = play("TestBits-v0", num_envs=2, num_steps=8, count=2, reward_normalizer=normalizer)
+    rewards = np.stack([each.unroll.rewards.numpy() for each in raw], 1)
+    dones = np.stack([each.unroll.dones.numpy() for each in raw], 1)
+    expected = RewardNormalizer(2, 0.9)(rewards, dones)
+    np.testing.assert_allclose(np.stack([each.unroll.rewards.numpy() for each in scaled], 1), expected, rtol=1e-6)
+    assert normalizer.returns[:10].tolist() == [0] * 10
+    assert (normalizer.returns[10:] != 0).all()
+
+
+def short_args(tmp_path, **settings):
+    sizes = {
+        "num_envs": 4,
+        "num_steps": 8,
+        "batch_size": 4,
+        "queue_size": 4,
+        "total_timesteps": 320,
+        "log_interval": 64,
+    }
+    return impala.Args(**{"env_id": "CartPole-v1", "runs_dir": str(tmp_path), "device": "cpu"} | sizes | settings)
+
+
+def test_every_unroll_is_played_by_one_published_policy(tmp_path, monkeypatch):
+    """Not by half of an update, nor by two policies: its probabilities are those of the version that it names."""
+    versions, seen = {}, []
+
+    class Published(impala.PublishedPolicy):
+        def __setattr__(self, name, value):
+            agent, version = value
+            versions[version] = copy.deepcopy(agent)
+            super().__setattr__(name, value)
+
+    def stack(unrolls):
+        seen.extend(unrolls)
+        return stack_unrolls(unrolls)
+
+    class Recorded(impala.ActorThreads):
+        def __next__(self):
+            seen.append(super().__next__())
+            return seen[-1]
+
+    stack_unrolls = impala.stack_unrolls
+    monkeypatch.setattr(impala, "PublishedPolicy", Published)
+    monkeypatch.setattr(impala, "ActorThreads", Recorded)
+    args = short_args(tmp_path, num_actors=2, learning_rate=0.01, use_lstm=True, total_timesteps=40 * 32)
+    impala.main(args)
+    assert sorted(versions) == list(range(41))
+    assert len({each.version for each in seen}) > 5
+    for each in seen:
+        agent, unroll = versions[each.version], impala.stack_unrolls([each.unroll])
+        with torch.no_grad():
+            params, _ = agent.unroll(unroll.obs, unroll.state, unroll.dones)
+        dist = impala.action_dist(agent.action_space, params[:-1])
+        torch.testing.assert_close(dist.log_prob(unroll.actions), unroll.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_published_policy_is_not_touched_by_training():
+    agent, args = make_agent()
+    policy = impala.PublishedPolicy(agent)
+    published, version = policy.newest
+    before = copy.deepcopy(published.state_dict())
+    impala.update(agent, torch.optim.Adam(agent.parameters(), lr=0.1), random_unrolls(agent, agent.action_space), args)
+    assert all(torch.equal(before[name], value) for name, value in published.state_dict().items())
+    policy.publish(agent)
+    assert (version, policy.newest[1]) == (0, 1)
+    assert not torch.equal(policy.newest[0].value_head.weight, published.value_head.weight)
+
+
+def count_up(stop, delay=0.0, log=None):
+    """An actor that hands over 0, 1, 2, ..., and notes each before it does."""
+    number = 0
+    while not stop.is_set():
+        time.sleep(delay)
+        if log is not None:
+            log.append(number)
+        yield number
+        number += 1
+
+
+def test_a_slow_learner_fills_the_queue_and_no_more():
+    stop, log = threading.Event(), []
+    threads = impala.ActorThreads([count_up(stop, log=log)], 3, stop)
+    try:
+        for taken in range(1, 6):
+            time.sleep(0.1)
+            assert threads.queue.qsize() == 3
+            assert len(log) == taken + 3  # those taken before, 3 in the queue, and one in the actor's hands
+            assert next(threads) == taken - 1
+        time.sleep(0.5)
+        metrics = threads.metrics()
+        assert metrics["charts/actor_idle"] > 0.3
+        assert metrics["charts/learner_idle"] < 0.1
+        assert metrics["charts/queue_occupancy"] == 1
+    finally:
+        threads.close()
+    assert not any(thread.is_alive() for thread in threads.threads)
+
+
+def test_slow_actors_make_the_learner_wait():
+    stop = threading.Event()
+    threads = impala.ActorThreads([count_up(stop, delay=0.05) for _ in range(2)], 8, stop)
+    try:
+        received = [next(threads) for _ in range(10)]
+        metrics = threads.metrics()
+    finally:
+        threads.close()
+    assert sorted(received) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert metrics["charts/learner_idle"] > 0.8
+    assert metrics["charts/actor_idle"] < 0.1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("failure", [ValueError("the simulator has crashed"), SystemExit(), None])
+def test_a_dead_actor_stops_the_learner(failure):
+    """By an exception, by an exit of its thread, or by coming to an end as no actor should."""
+
+    def actor():
+        yield 0
+        if failure is not None:
+            raise failure
+
+    stop = threading.Event()
+    threads = impala.ActorThreads([actor(), count_up(stop)], 4, stop)  # the other one keeps the queue full
+    deadline = time.monotonic() + 3
+    with pytest.raises((ValueError, RuntimeError), match=r"simulator has crashed|actor 0 has stopped") as error:
+        any(time.monotonic() > deadline for _ in iter(threads.__next__, None))
+    threads.close()
+    assert (error.value is failure) == isinstance(failure, ValueError)
+
+
+def test_hanging_actors_are_given_up(monkeypatch):
+    monkeypatch.setattr(impala.ActorThreads, "PATIENCE_SECONDS", 0.5)
+    stop = threading.Event()
+    threads = impala.ActorThreads([count_up(stop, delay=2)], 4, stop)
+    with pytest.raises(TrainingError, match="no actor has given an unroll"):
+        next(threads)
+    threads.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_lag_counts_updates_between_acting_and_learning(tmp_path, monkeypatch):
+    """In turn, with 8 environments and batches of 4 unrolls, every second batch is an update old."""
+    logged = {}
+    log = impala.Run.log
+    monkeypatch.setattr(
+        impala.Run, "log", lambda run, step, metrics: logged.update({step: metrics}) or log(run, step, metrics)
+    )
+    impala.main(short_args(tmp_path, num_actors=0, num_envs=8, log_interval=1, total_timesteps=4 * 32))
+    assert [logged[step]["charts/policy_lag_max"] for step in sorted(logged)] == [0, 1, 0, 1]
+    assert [logged[step]["charts/policy_lag"] for step in sorted(logged)] == [0, 1, 0, 1]
+
+
+def parameters(run_dir):
+    return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
+
+
+def episodes_of(run_dir):
+    """The rows of episodes.csv without the wall-clock."""
+    rows = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()]
+    return [[row[0], *row[2:]] for row in rows]
+
+
+@pytest.mark.parametrize("settings", [
+    {"env_id": "starpilot", "use_lstm": True}, {"env_id": "coinrun,maze"}, {}, {"env_id": "Pendulum-v1", "num_envs": 6},
+    {"env_id": "starpilot", "precision": "bf16", "optimizer": "rmsprop", "anneal_lr": True},
+])  # fmt: skip
+def test_acting_and_learning_in_turn_repeats_bit_for_bit(settings, tmp_path):
+    first, second, other = (
+        impala.main(short_args(tmp_path, num_actors=0, seed=seed, total_timesteps=160, **settings))
+        for seed in (5, 5, 6)
+    )
+    a, b, c = (parameters(run_dir) for run_dir in (first, second, other))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+    assert episodes_of(first) == episodes_of(second)
+
+
+@pytest.mark.parametrize("settings", [
+    {"env_id": "starpilot", "use_lstm": True}, {"env_id": "coinrun,maze", "reward_norm": "clip"},
+    {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "reward_norm": "none"},
+    {"env_id": "TestBits-v0", "batch_size": 3},
+])  # fmt: skip
+def test_asynchronous_runs(settings, tmp_path):
+    run_dir = impala.main(short_args(tmp_path, num_actors=2, **settings))
+    assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
+
+
+def test_actors_play_different_levels():
+    levels = []
+    for seed in (1, 2, 3):
+        for number in range(4):
+            envs = make_envs("starpilot", 2, seed=impala.group_seed(seed, number))
+            levels += envs.unwrapped.level_seeds()
+            envs.close()
+    assert len(set(levels)) == 24
+
+
+def test_every_episode_is_counted_once(tmp_path):
+    """CartPole's episodes follow each other, so their lengths add up to the steps at which they ended."""
+    args = short_args(tmp_path, num_actors=2, total_timesteps=40 * 32)
+    rows = [[int(row[0]), int(row[1]), float(row[2]), int(row[3])] for row in episodes_of(impala.main(args))[1:]]
+    steps = [row[0] for row in rows]
+    assert steps == sorted(steps)
+    assert steps[-1] <= args.total_timesteps
+    for env in range(4):
+        lengths = [length for _, each, _, length in rows if each == env]
+        assert [episodic_return for _, each, episodic_return, _ in rows if each == env] == lengths
+        assert sum(lengths) <= args.total_timesteps  # an actor's share may exceed its fourth
+    assert sum(row[3] for row in rows) > 0.8 * args.total_timesteps
+
+
+def test_learning_rate_falls_linearly_over_the_whole_run(tmp_path, monkeypatch):
+    rates = []
+    update = impala.update
+    monkeypatch.setattr(
+        impala, "update", lambda agent, opt, *rest: rates.append(opt.param_groups[0]["lr"]) or update(agent, opt, *rest)
+    )
+    impala.main(short_args(tmp_path, num_actors=0, total_timesteps=5 * 32, anneal_lr=True, learning_rate=1e-3))
+    assert rates == pytest.approx([1e-3 * (1 - i / 5) for i in range(5)])
+
+
+def test_optimizers_have_the_settings_given(tmp_path, monkeypatch):
+    seen = []
+    update = impala.update
+    monkeypatch.setattr(impala, "update", lambda agent, opt, *rest: seen.append(opt) or update(agent, opt, *rest))
+    for name in ("rmsprop", "adam"):
+        args = short_args(tmp_path, num_actors=0, total_timesteps=32, optimizer=name, rmsprop_eps=0.1, adam_eps=0.2)
+        impala.main(args)
+    rmsprop, adam = (each.param_groups[0] for each in seen)
+    assert isinstance(seen[0], torch.optim.RMSprop)
+    assert (rmsprop["eps"], rmsprop["alpha"], rmsprop["momentum"]) == (0.1, 0.99, 0)
+    assert isinstance(seen[1], torch.optim.Adam)
+    assert adam["eps"] == 0.2
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_crashing_actor_ends_the_run(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="the simulator has crashed"):
+        impala.main(short_args(tmp_path, env_id="TestCrash-v0", num_actors=2, total_timesteps=10**6))
+    assert time.monotonic() - start < 10
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
+
+
+@contextlib.contextmanager
+def started(tmp_path, *words):
+    """A long run in a session of its own, that has made some progress."""
+    sizes = ["--num-envs", "8", "--num-steps", "4", "--batch-size", "8", "--log-interval", "1", "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", ROOT / "impala.py", *sizes, *words],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell's children ignore it
+    )
+    try:
+        while not any(len(path.read_text().splitlines()) > 3 for path in tmp_path.glob("runs/*/progress.csv")):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+
+
+def processes_of_session(session):
+    """The processes that belong to a session, zombies not counted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("num_actors", [0, 2])
+def test_signals_end_a_run(sent, code, num_actors, tmp_path):
+    with started(tmp_path, "--env-id", "starpilot", "--num-actors", str(num_actors)) as process:
+        assert processes_of_session(process.pid) == [str(process.pid)]
+        start = time.monotonic()
+        process.send_signal(sent)
+        output, errors = process.communicate(timeout=30)
+        assert time.monotonic() - start < 5
+    assert process.returncode == code
+    assert not processes_of_session(process.pid)
+    assert errors == f"stopped by {'Ctrl-C' if code == 130 else 'SIGTERM'}\n"
+    (path,) = tmp_path.glob("runs/*/model.pt")
+    assert output.splitlines()[-1].startswith("stopped: ")
+    saved = torch.load(path, weights_only=True)
+    assert saved["step"] > 0
+    assert all(value.isfinite().all() for value in saved["agent"].values())
+
+
+def test_a_model_saved_on_a_signal_is_a_published_one(tmp_path, monkeypatch):
+    """The learner's own parameters may be half of a step ahead."""
+    published = []
+
+    class Published(impala.PublishedPolicy):
+        def __setattr__(self, name, value):
+            published.append(copy.deepcopy(value[0].state_dict()))
+            super().__setattr__(name, value)
+
+    def update(agent, *rest):
+        if len(published) == 4:
+            agent.value_head.weight.data += 1  # some of the parameters have been stepped
+            raise KeyboardInterrupt
+        return original(agent, *rest)
+
+    original = impala.update
+    monkeypatch.setattr(impala, "PublishedPolicy", Published)
+    monkeypatch.setattr(impala, "update", update)
+    with pytest.raises(KeyboardInterrupt):
+        impala.main(short_args(tmp_path, num_actors=2, total_timesteps=10**6))
+    (run_dir,) = tmp_path.iterdir()
+    saved = torch.load(run_dir / "model.pt", weights_only=True)
+    assert saved["step"] == 3 * 32
+    assert all(torch.equal(saved["agent"][name], value) for name, value in published[-1].items())
+
+
+def test_a_crash_shows_its_traceback_and_fails(tmp_path):
+    code = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import gymnasium, conftest, impala
+from common.errors import one_line_errors
+gymnasium.register("TestCrash-v0", conftest.CrashEnv, max_episode_steps=5)
+with one_line_errors():
+    impala.main(impala.Args(env_id="TestCrash-v0", num_envs=2, num_actors=2, device="cpu"))
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "ZeroDivisionError: the simulator has crashed" in result.stderr
+    assert "in step\n" in result.stderr  # where it happened
+
+
+# ------------------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("num_actors", [0, 2])
+def test_solves_cartpole(num_actors, tmp_path):
+    args = impala.Args(
+        runs_dir=str(tmp_path), env_id="CartPole-v1", num_envs=8, num_actors=num_actors, num_steps=32, batch_size=8,
+        queue_size=8, gamma=0.99, learning_rate=2e-3, anneal_lr=True, total_timesteps=300_000, device="cpu",
+    )  # fmt: skip
+    assert evaluate(impala, impala.main(args)) >= 475
+
+
+def test_improves_pendulum(tmp_path):
+    """A random policy scores about -1200, a good one better than -200."""
+    args = impala.Args(
+        runs_dir=str(tmp_path), env_id="Pendulum-v1", num_envs=16, num_actors=0, num_steps=32, batch_size=16,
+        gamma=0.9, norm_reward_gamma=0.9, total_timesteps=500_000, learning_rate=2e-3, ent_coef=0.0, anneal_lr=True,
+        device="cpu",
+    )  # fmt: skip
+    assert evaluate(impala, impala.main(args)) > -400
+
+
+def test_learns_multibinary_actions(tmp_path):
+    """TestBits-v0 pays 5 a episode for random bits and 10 for the right ones."""
+    args = impala.Args(
+        runs_dir=str(tmp_path), env_id="TestBits-v0", num_envs=8, num_steps=16, batch_size=8, queue_size=8, gamma=0.9,
+        norm_reward_gamma=0.9, total_timesteps=80_000, learning_rate=3e-3, anneal_lr=True, device="cpu",
+    )  # fmt: skip
+    assert evaluate(impala, impala.main(args)) > 9.5
+
+
+@pytest.mark.parametrize(("use_lstm", "low", "high"), [(True, 0.95, 1.0), (False, 0.3, 0.7)])
+def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
+    args = impala.Args(
+        runs_dir=str(tmp_path), env_id="TestCue-v0", num_envs=16, num_actors=0, num_steps=10, batch_size=16, gamma=0.9,
+        feature_dim=32, use_lstm=use_lstm, reward_norm="none", learning_rate=3e-3, total_timesteps=60_000, device="cpu",
+    )  # fmt: skip
+    run_dir = impala.main(args)
+    assert low <= evaluate(impala, run_dir, episodes=200) <= high
+
+
+def test_memory_stays_flat(tmp_path, monkeypatch):
+    """500 batches, and no more tensors alive at the end than after the first 50."""
+    alive = []
+    update = impala.update
+
+    def spy(*arguments):
+        if len(alive) in (50, 499):
+            gc.collect()
+            tensors = sum(type(each) is torch.Tensor for each in gc.get_objects())
+        else:
+            tensors = 0
+        alive.append(tensors)
+        return update(*arguments)
+
+    monkeypatch.setattr(impala, "update", spy)
+    impala.main(short_args(tmp_path, num_actors=2, total_timesteps=500 * 32))
+    in_flight = 7 * (4 + 4 + 4 + 4)  # tensors of unrolls in the queue, the actors' hands and the batch
+    assert alive[499] <= alive[50] + in_flight
