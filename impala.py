@@ -24,9 +24,8 @@ from DeepMind's scalable_agent:
 
 import copy
 import math
-import queue
 import threading
-import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +40,10 @@ import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
+from common.actors import ActorError, ActorThreads, in_turn
 from common.device import setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
-from common.errors import TrainingError, check_settings, one_line_errors, require
+from common.errors import check_settings, one_line_errors, require
 from common.run import Run, check_run
 
 
@@ -83,7 +83,7 @@ class Args:
     start_level: int = 0
     """the first Procgen level (needs --num-levels)"""
     num_threads: int = 4
-    """C++ threads that step Procgen"""
+    """C++ threads that step Procgen, for each actor"""
     num_envs: int = 64
     """environments in all (N), shared evenly by the actors"""
 
@@ -126,7 +126,7 @@ class Args:
     """clip the gradient to this L2 norm; None for no clipping"""
     reward_norm: Literal["return", "clip", "soft-asymmetric", "none"] = "return"
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10; clip them to
-    +-1; squash them, the negative ones to .3 of it (the paper's for DMLab); or leave them as they are"""
+    +-1; squash them to 5 tanh(r / 5), times .3 if negative (for DMLab); or leave them as they are"""
     norm_reward_gamma: float | None = 0.99
     """discount factor of the return that rewards are scaled by; None for gamma (--reward-norm return only)"""
 
@@ -148,20 +148,22 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps log_interval num_envs num_steps batch_size queue_size rho_bar c_bar pg_rho_bar "
-            "max_grad_norm feature_dim hidden_dim",
+            positive="total_timesteps log_interval num_envs num_steps batch_size queue_size max_grad_norm feature_dim "
+            "hidden_dim",
             not_negative="num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
             fractions="gamma vtrace_lambda norm_reward_gamma",
         )
-        groups = self.num_actors * len(self.env_id.split(","))  # each actor plays every game
+        share = self.num_actors * len(self.env_id.split(","))  # each actor plays every game
         require(
-            not groups or self.num_envs % groups == 0,
+            not share or self.num_envs % share == 0,
             f"--num-envs {self.num_envs} cannot be shared evenly by --num-actors {self.num_actors}, with environments "
-            f"of every game for each: use a multiple of {groups}.",
+            f"of every game for each: use a multiple of {share}.",
         )
+        require(self.batch_size * self.num_steps > 1, "one step is no batch: raise --num-steps or --batch-size.")
         require(
-            self.c_bar <= self.rho_bar,
-            f"--c-bar {self.c_bar} is above --rho-bar {self.rho_bar}, which V-trace does not allow: lower it.",
+            0 < self.c_bar <= self.rho_bar and self.pg_rho_bar > 0,
+            f"--rho-bar {self.rho_bar}, --c-bar {self.c_bar}, --pg-rho-bar {self.pg_rho_bar} cannot work: use numbers "
+            "above 0 (inf for no bound) with --c-bar not above --rho-bar.",
         )
 
 
@@ -359,7 +361,7 @@ class Experience(NamedTuple):
     """What an actor hands to the learner."""
 
     unroll: Unroll
-    version: int  # updates that the policy which acted had had
+    version: int  # how many updates the acting policy had seen
     env: int  # number of the environment
     episodes: list[tuple[int, float, int]]  # those that ended: t, return (as the environment gave it), length
 
@@ -368,7 +370,7 @@ class PublishedPolicy:
     """What actors act with: a copy of the learner's agent and its number of updates.
 
     A new copy takes the old one's place in one assignment, and no copy is ever changed: an actor that took one for an
-    unroll can neither see half of an update nor change its mind in mid-unroll.
+    unroll can neither see half of an update nor switch policies in mid-unroll.
     """
 
     def __init__(self, agent: Agent):
@@ -380,7 +382,7 @@ class PublishedPolicy:
 
 
 def treat_rewards(rewards: np.ndarray, reward_norm: str) -> np.ndarray:
-    """Clip or squash rewards float32 [T, N] as `--reward-norm` says (IMPALA, figure D.1)."""
+    """Clip or squash rewards float32 [T, N] as `--reward-norm` says (soft-asymmetric: that of scalable_agent)."""
     if reward_norm == "clip":
         return rewards.clip(-1, 1)
     if reward_norm == "soft-asymmetric":
@@ -406,6 +408,8 @@ def act(
     num_envs, num_steps = envs.num_envs, args.num_steps
     next_obs, _ = envs.reset(seed=args.seed + first_env)
     obs = torch.as_tensor(next_obs, device=device)
+    if obs.dim() == 2:
+        obs = obs.float()  # vectors may come as float64
     state = policy.newest[0].initial_state(num_envs)
     while True:
         agent, version = policy.newest
@@ -421,7 +425,7 @@ def act(
             frames[t] = obs
             params, _, state = agent.step(obs, state)
             if not params.isfinite().all():
-                raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
+                raise ActorError(f"an output of the policy after {version:,} updates is NaN or infinite")
             dist = action_dist(agent.action_space, params)
             actions.append(dist.sample())
             logprobs.append(dist.log_prob(actions[t]))
@@ -449,84 +453,6 @@ def act(
         )
         for env in range(num_envs):
             yield Experience(Unroll(*(field[:, env] for field in unrolls)), version, first_env + env, episodes[env])
-
-
-class ActorThreads:
-    """Run actors in threads of their own; `next` gives what they hand over, through a bounded queue.
-
-    Args:
-        actors: iterators such as `act` gives; they end soon after `stop` is set.
-        queue_size: how much may wait in the queue; a thread that finds it full waits.
-        stop: set by `close`.
-    """
-
-    POLL_SECONDS = 0.2  # how often a waiting thread looks whether the run still goes on
-    PATIENCE_SECONDS = 600  # actors that give nothing for so long are given up
-
-    def __init__(self, actors: list[Iterator[Experience]], queue_size: int, stop: threading.Event):
-        self.queue, self.stop, self.error = queue.Queue(queue_size), stop, None
-        self.actor_waited = [0.0] * len(actors)
-        self.threads = [
-            threading.Thread(target=self.run_actor, args=(number, actor), name=f"actor {number}", daemon=True)
-            for number, actor in enumerate(actors)
-        ]
-        self.reset_metrics()
-        for thread in self.threads:
-            thread.start()
-
-    def run_actor(self, number: int, actor: Iterator[Experience]) -> None:
-        try:
-            for experience in actor:
-                start = time.monotonic()
-                while not self.stop.is_set():
-                    try:
-                        self.queue.put(experience, timeout=self.POLL_SECONDS)
-                        break
-                    except queue.Full:
-                        continue
-                self.actor_waited[number] += time.monotonic() - start
-        except Exception as error:
-            self.error = error
-
-    def __next__(self) -> Experience:
-        """Wait for the next unroll. Where an actor has stopped, raise its error, or RuntimeError if there was none."""
-        start = time.monotonic()
-        self.taken += 1
-        self.waiting += self.queue.qsize()
-        while True:
-            for thread in self.threads:
-                if not thread.is_alive():
-                    raise self.error or RuntimeError(f"{thread.name} has stopped without an error")
-            try:
-                experience = self.queue.get(timeout=self.POLL_SECONDS)
-                break
-            except queue.Empty:
-                if time.monotonic() - start > self.PATIENCE_SECONDS:
-                    raise TrainingError(f"no actor has given an unroll for {self.PATIENCE_SECONDS} s") from None
-        self.learner_waited += time.monotonic() - start
-        return experience
-
-    def reset_metrics(self) -> None:
-        self.since, self.taken, self.waiting, self.learner_waited = time.monotonic(), 0, 0, 0.0
-        self.waited_before = sum(self.actor_waited)
-
-    def metrics(self) -> dict[str, float]:
-        """Since the last call: how full the queue was when the learner took from it, and the shares of the time that
-        learner and actors waited for each other."""
-        seconds = time.monotonic() - self.since
-        metrics = {
-            "charts/queue_occupancy": self.waiting / self.taken / self.queue.maxsize,
-            "charts/learner_idle": self.learner_waited / seconds,
-            "charts/actor_idle": (sum(self.actor_waited) - self.waited_before) / len(self.threads) / seconds,
-        }
-        self.reset_metrics()
-        return metrics
-
-    def close(self) -> None:
-        """Stop all threads and wait for them, a few seconds at most."""
-        self.stop.set()
-        for thread in self.threads:
-            thread.join(timeout=4)
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -603,12 +529,12 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
     params, values = agent.unroll(batch.obs, batch.state, batch.dones)
     dist = action_dist(agent.action_space, params[:-1])
     logprobs = dist.log_prob(batch.actions)
-    logratio = logprobs.detach() - batch.logprobs
+    logratio = (logprobs - batch.logprobs).detach()
     targets, advantages = vtrace(
         logratio,
         batch.rewards + args.gamma * batch.truncation_values,
         args.gamma * (1 - batch.dones),
-        values.detach(),
+        values,
         args.vtrace_lambda,
         args.rho_bar,
         args.c_bar,
@@ -631,6 +557,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
         "losses/rho": ratio.mean(),
         "losses/rho_clipfrac": (ratio > args.rho_bar).float().mean(),
         "losses/c_clipfrac": (ratio > args.c_bar).float().mean(),
+        "losses/pg_rho_clipfrac": (ratio > args.pg_rho_bar).float().mean(),
         "losses/grad_norm": grad_norm,
         "losses/explained_variance": explained_variance(values[:-1], targets),
     }
@@ -641,15 +568,20 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
 
 
 def group_seed(seed: int, number: int) -> int:
-    """Seed of the environments of actor `number`: `seed` for the first, others that no seed near by leads to."""
+    """Seed of actor `number`'s environments: `seed` for the first, for others unlike any of a neighbouring seed's."""
     return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
 
 
-def record_episodes(run: Run, step: int, batch: list[Experience]) -> None:
+def record_episodes(run: Run, step: int, batch: list[Experience], num_steps: int) -> None:
     """Tell `run` of the episodes that ended in a batch whose first actions were taken at `step`, in order of time."""
-    episodes = [(t, each.env, *result) for each in batch for t, *result in each.episodes]
-    for t, env, episodic_return, length in sorted(episodes):
-        run.episode(step + (t + 1) * len(batch), env, episodic_return, length)
+    unrolls, earlier, episodes = Counter(each.env for each in batch), Counter(), []
+    for _, _, env, finished in batch:  # where an environment has several unrolls, they follow each other
+        for t, episodic_return, length in finished:
+            time = (earlier[env] * num_steps + t + 1) * len(batch) // unrolls[env]
+            episodes.append((step + time, env, episodic_return, length))
+        earlier[env] += 1
+    for episode in sorted(episodes):
+        run.episode(*episode)
 
 
 def main(args: Args) -> Path:
@@ -693,15 +625,17 @@ def main(args: Args) -> Path:
         act(envs, number * envs_per_group, policy, reward_normalizer, args, device, stop)
         for number, envs in enumerate(groups)
     ]
-    unrolls = ActorThreads(actors, args.queue_size, stop) if args.num_actors else actors[0]
+    batches = in_turn(actors[0], args.batch_size)
+    if args.num_actors:
+        batches = ActorThreads(actors, args.batch_size, args.queue_size, stop)
     step, history, lags, lag_sum, lag_max = 0, [], [], 0, 0
     try:
-        for num_updates in range(args.num_updates):
+        for version in range(args.num_updates):
             learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate
 
             # ---- collect
-            batch = [next(unrolls) for _ in range(args.batch_size)]
+            batch = next(batches)
 
             # ---- learn
             metrics = update(agent, optimizer, stack_unrolls([experience.unroll for experience in batch]), args)
@@ -709,10 +643,10 @@ def main(args: Args) -> Path:
             policy.publish(agent)
 
             # ---- log
-            record_episodes(run, step, batch)
+            record_episodes(run, step, batch, args.num_steps)
             step += batch_steps
             history.append(metrics)
-            lags += [num_updates - experience.version for experience in batch]
+            lags += [version - experience.version for experience in batch]
             if step % args.log_interval < batch_steps or step == total_steps:
                 lag_sum, lag_max = lag_sum + sum(lags), max(lag_max, *lags)
                 metrics = mean_metrics(history) | {
@@ -721,7 +655,7 @@ def main(args: Args) -> Path:
                     "charts/policy_lag_max": max(lags),
                 }
                 if args.num_actors:
-                    metrics |= unrolls.metrics()
+                    metrics |= batches.pop_metrics()
                 run.log(step, metrics)
                 run.save_model(agent)
                 history, lags = [], []
@@ -729,15 +663,16 @@ def main(args: Args) -> Path:
         run.finish(agent)
         mean_lag = lag_sum / (args.num_updates * args.batch_size)
         print(f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most")
-    except FloatingPointError as error:
+    except ActorError as error:
         run.fail(str(error))
     except KeyboardInterrupt:  # the learner may be in the middle of a step, what it has published is whole
         run.finish(policy.newest[0], stopped_at=step)
         raise
     finally:
-        unrolls.close()
-        for envs in groups:
-            envs.close()
+        stop.set()
+        if not batches.close():
+            for envs in groups:
+                envs.close()
     return run.path
 
 

@@ -1,8 +1,10 @@
 """Errors that a person sees as one sentence instead of a traceback."""
 
 import math
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,24 +27,34 @@ class Terminated(KeyboardInterrupt):
 def one_line_errors() -> Iterator[None]:
     """Print the two errors above as one line on stderr and exit with 2 (bad input) or 1 (failed run).
 
-    Ctrl-C exits with 130 and SIGTERM with 143, both by way of KeyboardInterrupt.
+    Ctrl-C exits with 130 and SIGTERM with 143, both by way of KeyboardInterrupt; once one has come, others are ignored.
 
     Only a script's main guard uses it: code that calls `main(Args(...))` in process gets the exceptions themselves.
     """
-    signal.signal(signal.SIGTERM, raise_terminated)
+    code = 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script
+            signal.signal(number, raise_interrupt)
     try:
         yield
     except (InputError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        code = 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt as error:
-        terminated = isinstance(error, Terminated)
-        print(f"stopped by {'SIGTERM' if terminated else 'Ctrl-C'}", file=sys.stderr)
-        sys.exit(143 if terminated else 130)
+        code = 143 if isinstance(error, Terminated) else 130
+        print(f"stopped by {'SIGTERM' if code == 143 else 'Ctrl-C'}", file=sys.stderr)
+    if any(thread.name.startswith("actor") for thread in threading.enumerate()):
+        # One that hangs in its environment. The interpreter's own way out would abort the process.
+        sys.stdout.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
-def raise_terminated(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not cut short the saving of the model
+        signal.signal(number, signal.SIG_IGN)
+    raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
 
 
 def require(condition: bool, message: str) -> None:

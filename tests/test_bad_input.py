@@ -137,6 +137,8 @@ def test_rejected_by_ppo_and_ppg(script, settings, words, tmp_path):
         ({"queue_size": 0}, ["--queue-size 0"]),
         ({"c_bar": 2.0}, ["--c-bar 2.0", "--rho-bar 1.0"]),
         ({"pg_rho_bar": 0.0}, ["--pg-rho-bar 0.0"]),
+        ({"rho_bar": math.nan}, ["--rho-bar nan"]),
+        ({"batch_size": 1, "num_steps": 1}, ["one step", "--batch-size"]),
         ({"vtrace_lambda": 1.1}, ["--vtrace-lambda 1.1"]),
         ({"optimizer": "sgd"}, ["--optimizer sgd", "rmsprop, adam"]),
         ({"reward_norm": "sign"}, ["--reward-norm sign", "return, clip, soft-asymmetric, none"]),
