@@ -10,15 +10,17 @@ learner has published, and put them into a bounded queue. The learner takes B un
 the policy has learnt since they were played, makes one gradient step and publishes. What differs from the paper and
 from DeepMind's scalable_agent:
 
-1. Losses are means over the batch, not sums. The settings of a sum carry over when RMSProp's epsilon and the norm that
-   the gradient is clipped to are divided by the T x B steps of a batch.
-2. `--total-timesteps` is rounded up to whole batches, and counts the steps that were learnt from. Unrolls that still
+1. Losses are means over the batch, not sums. To carry a sum's settings over, divide the norm that the gradient is
+   clipped to by the T x B steps of a batch, and so RMSProp's epsilon, which PyTorch adds outside the root (TensorFlow
+   inside: its .01 is .1 outside). PyTorch's RMSProp starts with a mean square of 0, TensorFlow's with 1.
+2. The defaults are near those of ppo.py: Adam with a constant learning rate, gamma .999, lambda .95 (not 1), rewards
+   divided by the running standard deviation of the discounted return. The paper clips rewards to +-1, which makes all
+   of a Procgen game's rewards alike.
+3. `--total-timesteps` is rounded up to whole batches, and counts the steps that were learnt from. Unrolls that still
    wait in the queue when a run ends are dropped, and so are their episodes; every other finished episode is recorded.
-3. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
+4. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
    none: its step limits count as deaths, as in the published runs of PPO.
-4. Rewards are divided by the running standard deviation of the discounted return, as in ppo.py. The paper clips them to
-   +-1, which makes all of a Procgen game's rewards alike.
-5. The LSTM does not see the last action and reward, and is as wide as the features.
+5. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
 6. Vector observations go through one MLP for policy and value, and are not normalised.
 """
 
@@ -104,8 +106,8 @@ class Args:
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
-    rmsprop_eps: float = 1.6e-4
-    """RMSProp's epsilon, outside the root"""
+    rmsprop_eps: float = 1e-4
+    """RMSProp's epsilon, outside the root (the paper's .01, inside it and for a sum, comes to .1 / (T x B) here)"""
     adam_eps: float = 1e-5
     """Adam's epsilon (eps)"""
     gamma: float = 0.999
