@@ -604,21 +604,13 @@ with one_line_errors():
 
 @pytest.mark.parametrize("num_actors", [0, 2])
 def test_solves_cartpole(num_actors, tmp_path):
+    """These settings reached 500 with each of 4 seeds in turn, and each of 6 with actors."""
     args = impala.Args(
-        runs_dir=str(tmp_path), env_id="CartPole-v1", num_envs=8, num_actors=num_actors, num_steps=32, batch_size=8,
-        queue_size=8, gamma=0.99, learning_rate=2e-3, anneal_lr=True, total_timesteps=300_000, device="cpu",
+        runs_dir=str(tmp_path), env_id="CartPole-v1", num_envs=16, num_actors=num_actors, num_steps=32, batch_size=16,
+        queue_size=16, gamma=0.98, vtrace_lambda=1.0, baseline_coef=0.05, reward_norm="none", feature_dim=64,
+        learning_rate=3e-3, anneal_lr=True, total_timesteps=400_000, device="cpu",
     )  # fmt: skip
     assert evaluate(impala, impala.main(args)) >= 475
-
-
-def test_improves_pendulum(tmp_path):
-    """A random policy scores about -1200, a good one better than -200."""
-    args = impala.Args(
-        runs_dir=str(tmp_path), env_id="Pendulum-v1", num_envs=16, num_actors=0, num_steps=32, batch_size=16,
-        gamma=0.9, norm_reward_gamma=0.9, total_timesteps=500_000, learning_rate=2e-3, ent_coef=0.0, anneal_lr=True,
-        device="cpu",
-    )  # fmt: skip
-    assert evaluate(impala, impala.main(args)) > -400
 
 
 def test_learns_multibinary_actions(tmp_path):
@@ -641,20 +633,23 @@ def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
 
 
 def test_memory_stays_flat(tmp_path, monkeypatch):
-    """500 batches, and no more tensors alive at the end than after the first 50."""
-    alive = []
+    """500 batches, after the last of which there are as many tensors, and as much memory in use, as after the 100th."""
+    tensors, megabytes = [], []
     update = impala.update
 
     def spy(*arguments):
-        if len(alive) in (50, 499):
+        count = len(tensors)
+        if count in (100, 499):
             gc.collect()
-            tensors = sum(type(each) is torch.Tensor for each in gc.get_objects())
-        else:
-            tensors = 0
-        alive.append(tensors)
+        tensors.append(sum(type(each) is torch.Tensor for each in gc.get_objects()) if count in (100, 499) else 0)
+        megabytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
         return update(*arguments)
 
     monkeypatch.setattr(impala, "update", spy)
-    impala.main(short_args(tmp_path, num_actors=2, total_timesteps=500 * 32))
+    impala.main(
+        short_args(tmp_path, env_id="starpilot", num_actors=2, num_steps=2, total_timesteps=4000, learning_rate=0.0)
+    )
     in_flight = 7 * (4 + 4 + 4 + 4)  # tensors of unrolls in the queue, the actors' hands and the batch
-    assert alive[499] <= alive[50] + in_flight
+    assert tensors[499] <= tensors[100] + in_flight
+    # The frames of one batch are .15 MB: were they kept, there would be 60 MB more.
+    assert megabytes[499] <= megabytes[100] + 20
