@@ -29,6 +29,20 @@ class CountEnv(gym.Env):
         return np.array([self.count], np.float32), 1.0, False, False, {}
 
 
+class DoubleEnv(CountEnv):
+    """CountEnv with observations of type float64, as MuJoCo's."""
+
+    observation_space = gym.spaces.Box(0, 100, (1,), np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs.astype(np.float64), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs.astype(np.float64), *rest
+
+
 class BitsEnv(gym.Env):
     """A random bit pattern is shown; the reward is the share of bits that the action repeats. 10 steps an episode."""
 
@@ -93,5 +107,6 @@ class CrashEnv(CountEnv):
 def _register_tasks():
     gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
     gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
+    gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
     gym.register("TestCue-v0", CueEnv)
     gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import evaluate
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_losses import ACTION_SPACES, VECTOR
 
 import impala
@@ -435,13 +436,16 @@ def test_acting_and_learning_in_turn_repeats_bit_for_bit(settings, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [
-    {"env_id": "starpilot", "use_lstm": True}, {"env_id": "coinrun,maze", "reward_norm": "clip"},
-    {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "reward_norm": "none"},
+    {"env_id": "starpilot", "use_lstm": True, "precision": "bf16"}, {"env_id": "coinrun,maze", "reward_norm": "clip"},
+    {"env_id": "TestDouble-v0"}, {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "reward_norm": "none"},
     {"env_id": "TestBits-v0", "batch_size": 3},
 ])  # fmt: skip
 def test_asynchronous_runs(settings, tmp_path):
     run_dir = impala.main(short_args(tmp_path, num_actors=2, **settings))
     assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
+    events = EventAccumulator(str(run_dir)).Reload()
+    for tag in ("policy_lag", "policy_lag_max", "queue_occupancy", "actor_idle", "learner_idle"):
+        assert len(events.Scalars(f"charts/{tag}")) >= 3
 
 
 def test_actors_play_different_levels():
@@ -538,13 +542,22 @@ def processes_of_session(session):
     return found
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("num_actors", [0, 2])
+@pytest.mark.parametrize(
+    ("sent", "code", "num_actors"),
+    [
+        ([signal.SIGINT], 130, 0),
+        ([signal.SIGINT], 130, 2),
+        ([signal.SIGTERM], 143, 2),
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130, 2),  # the first counts
+    ],
+)
 def test_signals_end_a_run(sent, code, num_actors, tmp_path):
     with started(tmp_path, "--env-id", "starpilot", "--num-actors", str(num_actors)) as process:
         assert processes_of_session(process.pid) == [str(process.pid)]
         start = time.monotonic()
-        process.send_signal(sent)
+        for each in sent:
+            process.send_signal(each)
+            time.sleep(0.02)
         output, errors = process.communicate(timeout=30)
         assert time.monotonic() - start < 5
     assert process.returncode == code
