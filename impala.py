@@ -44,7 +44,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.actors import ActorError, ActorThreads, in_turn
 from common.device import setup_device
-from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
+from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
 from common.errors import check_settings, one_line_errors, require
 from common.run import Run, check_run
 
@@ -439,8 +439,8 @@ def act(
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
             obs = torch.as_tensor(next_obs).to(obs)
             state = state * (1 - torch.as_tensor(dones[t], device=device).unsqueeze(-1))
-            for env in np.flatnonzero(infos.get("_episode", ())):
-                episodes[env].append((t, float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])))
+            for env, episodic_return, length in finished_episodes(infos):
+                episodes[env].append((t, episodic_return, length))
         frames[num_steps] = obs
         if reward_normalizer is not None:
             rewards = reward_normalizer(rewards, dones, slice(first_env, first_env + num_envs))
@@ -671,7 +671,6 @@ def main(args: Args) -> Path:
         run.finish(policy.newest[0], stopped_at=step)
         raise
     finally:
-        stop.set()
         if not batches.close():
             for envs in groups:
                 envs.close()

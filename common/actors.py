@@ -43,7 +43,6 @@ class ActorThreads:
             for number, actor in enumerate(actors)
         ]
         self.started = False
-        self.reset_metrics()
 
     def run_actor(self, number: int, actor: Iterator[T]) -> None:
         try:
@@ -111,7 +110,7 @@ class ActorThreads:
         self.stop.set()
         deadline = time.monotonic() + self.CLOSE_SECONDS
         for thread in self.threads:
-            if self.started:
+            if thread.is_alive():
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
         hanging = [thread.name for thread in self.threads if thread.is_alive()]
         if hanging:

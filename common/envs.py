@@ -266,6 +266,14 @@ def check_spaces(env_id: str, observation_space: gym.Space, action_space: gym.Sp
         )
 
 
+def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
+    """What `infos` of a step reports as finished: environment, return (as the environment gave it), length."""
+    return [
+        (int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]))
+        for env in np.flatnonzero(infos.get("_episode", ()))
+    ]
+
+
 class RecordFirstEnv(VectorWrapper):
     """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule
     of Gymnasium's RecordVideo)."""

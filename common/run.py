@@ -25,7 +25,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from common.envs import PROCGEN_GAMES
+from common.envs import PROCGEN_GAMES, finished_episodes
 from common.errors import InputError, TrainingError, flag
 
 PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
@@ -137,8 +137,8 @@ class Run:
 
     def episodes(self, step: int, infos: Mapping[str, Any]) -> None:
         """Record every episode that `infos` (of the vector environment's step) reports as finished."""
-        for env in np.flatnonzero(infos.get("_episode", ())):
-            self.episode(step, env, float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]))
+        for episode in finished_episodes(infos):
+            self.episode(step, *episode)
 
     def episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
         """Record an episode of environment number `env` that finished at `step`."""

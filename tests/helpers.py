@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import csv
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +32,20 @@ def load(script: ModuleType, run_dir: Path):
     envs.close()
     agent.load_state_dict(saved["agent"])
     return agent, args
+
+
+def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The saved parameters of a run."""
+    return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
+
+
+def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
+    """The episodes and the progress of a run without the wall-clock columns."""
+    rows = []
+    for name in ("episodes.csv", "progress.csv"):
+        with (run_dir / name).open() as file:
+            rows += [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+    return rows
 
 
 @torch.no_grad()

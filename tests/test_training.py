@@ -1,11 +1,9 @@
 """Whole runs: collecting, repeatability, learning, and every Procgen game."""
 
-import csv
-
 import numpy as np
 import pytest
 import torch
-from helpers import Silent, evaluate, load
+from helpers import Silent, deterministic_files, evaluate, load, parameters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg
@@ -78,19 +76,6 @@ def short_args(script, tmp_path, **settings):
     if script is ppg:
         sizes |= {"n_pi": 2, "e_aux": 1}
     return script.Args(**(sizes | {"runs_dir": str(tmp_path)} | settings))
-
-
-def parameters(run_dir):
-    return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
-
-
-def deterministic_files(run_dir):
-    """The episodes and the progress of a run without the wall-clock columns."""
-    rows = []
-    for name in ("episodes.csv", "progress.csv"):
-        with (run_dir / name).open() as file:
-            rows += [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
-    return rows
 
 
 @SCRIPTS
