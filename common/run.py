@@ -273,6 +273,7 @@ def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    versions["torch"] = torch.__version__  # with its build (+cu130), which the package's metadata may leave out
     cpu = next(
         (line.split(":")[1].strip() for line in read_lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),

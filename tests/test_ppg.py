@@ -267,7 +267,7 @@ def test_beta_clone_holds_the_policy():
         with torch.no_grad():
             new = ppg.action_dist(agent.action_space, agent.get_policy(obs.view(-1, 3)))
         drift[beta_clone] = torch.distributions.kl_divergence(old, new).mean().item()
-    assert drift[0.0] > 2 * drift[1.0] > 4 * drift[100.0]
+    assert drift[0.0] > 5 * max(drift[1.0], drift[100.0])
 
 
 @pytest.mark.parametrize("arch", ARCHES)
