@@ -18,10 +18,11 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. What diff
    in every pass. It stops the gradient of the value head in both phases, as OpenAI's code does for its single network;
    the paper's, which scored what `dual` did (mean normalised return .755 against .756), does so in the policy phase.
 5. The paper has 4 processes with 64 environments. One process with 64 makes as many minibatches, each of a quarter of
-   the size, at the same learning rate, as in CleanRL.
-6. As in OpenAI's code, but not in CleanRL: no gradient clipping, no clipping of the value loss and a weight of 1 (not
-   .5) on half its square, minibatches of whole environments, rewards scaled a rollout at a time by a return discounted
-   by .99 (not .999), and an Adam of its own for the auxiliary phase.
+   the size, at the same learning rate, as in CleanRL: so it makes as many gradient steps in a phase as the paper.
+6. As in OpenAI's code, from which the paper's curves come, but not in CleanRL: no gradient clipping, no clipping of
+   the value loss and a weight of 1 (not .5) on half its square, minibatches of whole environments, rewards scaled a
+   rollout at a time by a return discounted by .99 (not .999), an Adam of its own for the auxiliary phase, and the
+   value's passes before the policy's where `--e-value` differs from `--e-policy`.
 7. Vector observations go through MLPs and are not normalised.
 """
 
@@ -119,7 +120,7 @@ class Args:
     max_grad_norm: float | None = None
     """clip the gradient to this L2 norm; None for no clipping"""
     target_kl: float | None = None
-    """stop an iteration's epochs once a pass ends with an approximate KL divergence above this; None for never"""
+    """stop an iteration's epochs once a pass ends with an approximate KL (nats) above this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
     norm_reward_gamma: float | None = 0.99
@@ -369,11 +370,11 @@ def new_rollout(
     num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
 ) -> Rollout:
     """An empty rollout on `device`."""
-    shape = num_steps, num_envs
+    shape, flags = (num_steps, num_envs), "--num-envs or --num-steps"
     frames = len(observation_space.shape) == 3
     discrete = isinstance(action_space, gym.spaces.Discrete)
     return Rollout(
-        torch.zeros(shape + observation_space.shape, dtype=torch.uint8 if frames else torch.float32, device=device),
+        empty(shape + observation_space.shape, torch.uint8 if frames else torch.float32, device, flags),
         torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
         *(torch.zeros(shape, device=device) for _ in range(5)),
     )
@@ -546,13 +547,23 @@ def update(
 # ---------------------------------------------------------------------------------------------------- auxiliary phase
 
 
+def policy_kl(old_dist: Distribution, dist: Distribution) -> Tensor:
+    """KL divergence [B] of `dist` from `old_dist`."""
+    if isinstance(dist, Independent) and isinstance(dist.base_dist, Bernoulli):
+        # from the logits: PyTorch's takes probabilities and is infinite where a new one rounds to 1
+        old, new = old_dist.base_dist.logits, dist.base_dist.logits
+        on, off = F.logsigmoid(old) - F.logsigmoid(new), F.logsigmoid(-old) - F.logsigmoid(-new)
+        return (old.sigmoid() * on + (-old).sigmoid() * off).sum(-1)
+    return kl_divergence(old_dist, dist)
+
+
 def auxiliary_loss(
     dist: Distribution, old_dist: Distribution, values: Tensor, aux_values: Tensor, returns: Tensor, beta_clone: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The auxiliary phase's L^joint and L^value (PPG, section 2) in one sum: values, aux_values and returns [B]."""
     aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
     real_value_loss = 0.5 * ((values - returns) ** 2).mean()
-    kl_loss = kl_divergence(old_dist, dist).mean()
+    kl_loss = policy_kl(old_dist, dist).mean()
     metrics = {
         "losses/aux/aux_value_loss": aux_value_loss,
         "losses/aux/real_value_loss": real_value_loss,
@@ -586,7 +597,7 @@ def auxiliary_phase(
 
     old_params = []
     for batch in rollouts.split(args.num_aux_rollouts):
-        run.show(step, "auxiliary phase: old policy")
+        run.show(step, f"{run.summary()}, auxiliary phase: old policy")
         with torch.no_grad():
             old_params.append(agent.get_policy(steps_of(batch, obs)).unflatten(0, (len(batch), -1)))
     old_params = torch.cat(old_params)  # [K x N, T, P]
@@ -595,7 +606,7 @@ def auxiliary_phase(
     for epoch in range(1, args.e_aux + 1):
         order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
         for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
-            run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
+            run.show(step, f"{run.summary()}, auxiliary phase: epoch {epoch}/{args.e_aux}")
             optimizer.zero_grad()  # also of the last gradient of the policy phase
             for batch in group.split(args.num_aux_rollouts):
                 params, values, aux_values = agent.get_policy_and_values(steps_of(batch, obs))

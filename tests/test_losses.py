@@ -6,7 +6,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch.distributions import kl_divergence
 
 import ppg
 import ppo
@@ -79,7 +78,7 @@ def test_distributions_against_closed_forms():
     space = ACTION_SPACES["discrete"]
     p, q = old.softmax(-1), new.softmax(-1)
     dist, other = ppo.action_dist(space, old), ppo.action_dist(space, new)
-    torch.testing.assert_close(kl_divergence(dist, other), (p * (p / q).log()).sum(-1))
+    torch.testing.assert_close(ppg.policy_kl(dist, other), (p * (p / q).log()).sum(-1))
     torch.testing.assert_close(dist.entropy(), -(p * p.log()).sum(-1))
     torch.testing.assert_close(dist.log_prob(torch.full((6,), 2)), p[:, 2].log())
 
@@ -88,7 +87,7 @@ def test_distributions_against_closed_forms():
     p, q = old.sigmoid(), new.sigmoid()
     dist, other = ppo.action_dist(space, old), ppo.action_dist(space, new)
     kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    torch.testing.assert_close(kl_divergence(dist, other), kl.sum(-1))
+    torch.testing.assert_close(ppg.policy_kl(dist, other), kl.sum(-1))
     torch.testing.assert_close(dist.entropy(), -(p * p.log() + (1 - p) * (1 - p).log()).sum(-1))
     torch.testing.assert_close(
         dist.log_prob(torch.tensor([1.0, 0, 1]).double().expand(6, 3)),
@@ -100,10 +99,24 @@ def test_distributions_against_closed_forms():
     (m0, s0), (m1, s1) = ((x[:, :2], x[:, 2:].exp()) for x in (old, new))
     dist, other = ppo.action_dist(space, old), ppo.action_dist(space, new)
     kl = (s1 / s0).log() + (s0**2 + (m0 - m1) ** 2) / (2 * s1**2) - 0.5
-    torch.testing.assert_close(kl_divergence(dist, other), kl.sum(-1))
+    torch.testing.assert_close(ppg.policy_kl(dist, other), kl.sum(-1))
     torch.testing.assert_close(dist.entropy(), (s0.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1))
     log_prob = -0.5 * (m0 / s0) ** 2 - s0.log() - 0.5 * math.log(2 * math.pi)
     torch.testing.assert_close(dist.log_prob(torch.zeros(6, 2).double()), log_prob.sum(-1))
+
+
+def test_the_kl_of_bits_that_are_almost_certain_is_finite():
+    """Where a probability of 1 - 1e-8 rounds to 1, PyTorch's own is infinite."""
+    space = ACTION_SPACES["multibinary"]
+    old = torch.tensor([[16.0, 12.0, -30.0], [90.0, -90.0, 0.0]])
+    new = torch.tensor([[17.0, 17.5, 25.0], [-90.0, 90.0, 0.0]], requires_grad=True)
+    kl = ppg.policy_kl(ppg.action_dist(space, old), ppg.action_dist(space, new))
+    p, q = old.double(), new.detach().double()
+    expected = p.sigmoid() * (q.neg().exp().log1p() - p.neg().exp().log1p())
+    expected += p.neg().sigmoid() * (q.exp().log1p() - p.exp().log1p())
+    torch.testing.assert_close(kl.double(), expected.sum(-1), rtol=1e-5, atol=1e-9)
+    kl.sum().backward()
+    torch.testing.assert_close(new.grad.double(), q.sigmoid() - p.sigmoid(), rtol=1e-5, atol=1e-7)
 
 
 def random_rollout(script, space: gym.Space, agent, num_steps: int, num_envs: int):
