@@ -34,7 +34,7 @@ import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
-from common.device import setup_device
+from common.device import empty, setup_device
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
 from common.run import Run, check_run
@@ -110,7 +110,7 @@ class Args:
     max_grad_norm: float | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""
     target_kl: float | None = None
-    """stop an iteration's epochs once a pass ends with an approximate KL divergence above this; None for never"""
+    """stop an iteration's epochs once a pass ends with an approximate KL (nats) above this; None for never"""
     norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
     norm_reward_gamma: float | None = 0.99
@@ -323,11 +323,11 @@ def new_rollout(
     num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
 ) -> Rollout:
     """An empty rollout on `device`."""
-    shape = num_steps, num_envs
+    shape, flags = (num_steps, num_envs), "--num-envs or --num-steps"
     frames = len(observation_space.shape) == 3
     discrete = isinstance(action_space, gym.spaces.Discrete)
     return Rollout(
-        torch.zeros(shape + observation_space.shape, dtype=torch.uint8 if frames else torch.float32, device=device),
+        empty(shape + observation_space.shape, torch.uint8 if frames else torch.float32, device, flags),
         torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
         *(torch.zeros(shape, device=device) for _ in range(5)),
     )

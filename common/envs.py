@@ -180,13 +180,17 @@ def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> Vecto
             raise InputError(f"{env_id} needs the Atari package: pip install ale-py.") from None
         gym.register_envs(ale_py)
     try:
-        return gym.make_vec(
+        envs = gym.make_vec(
             env_id,
             num_envs,
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
-            render_mode=render_mode,
+            **({} if render_mode is None else {"render_mode": render_mode}),  # not every task knows the argument
         )
+        if render_mode is not None:  # a package for drawing that is not there shows in the first frame only
+            envs.reset()
+            envs.render()
+        return envs
     except (gym.error.Error, ImportError) as error:
         if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
             raise unknown_env(env_id) from None

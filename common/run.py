@@ -38,8 +38,8 @@ def check_run(args: Any) -> None:
     if args.track and not importlib.util.find_spec("wandb"):
         raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.")
     runs_dir = Path(args.runs_dir).absolute()
-    existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
     try:
+        existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise cannot_write(args, error) from error
@@ -152,6 +152,7 @@ class Run:
         self.recent.append(episodic_return)
         self.new_returns.append(episodic_return)
         self.num_episodes += 1
+        self.show(step, self.summary())
 
     def log(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Write the metrics of an iteration that ended at `step` and show the progress.
@@ -202,6 +203,8 @@ class Run:
             return
         sps = step / (now - self.start)
         left = timedelta(seconds=round((self.total_steps - step) / sps))
+        if step >= self.total_steps and not last:  # PPG's closing auxiliary phase
+            left = "not known"
         print(f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {text}  ETA {left}", flush=True)
 
     def save_model(self, agent: torch.nn.Module, final: bool = False) -> None:

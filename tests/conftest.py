@@ -29,6 +29,13 @@ class CountEnv(gym.Env):
         return np.array([self.count], np.float32), 1.0, False, False, {}
 
 
+class BlindEnv(CountEnv):
+    """CountEnv with a constructor that takes no `render_mode`."""
+
+    def __init__(self):
+        super().__init__()
+
+
 class DoubleEnv(CountEnv):
     """CountEnv with observations of type float64, as MuJoCo's."""
 
@@ -106,6 +113,7 @@ class CrashEnv(CountEnv):
 @pytest.fixture(scope="session", autouse=True)
 def _register_tasks():
     gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
+    gym.register("TestBlind-v0", BlindEnv, max_episode_steps=5)
     gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
     gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
     gym.register("TestCue-v0", CueEnv)

@@ -22,6 +22,9 @@ class Silent:
     def show(self, step, text):
         pass
 
+    def summary(self):
+        return ""
+
 
 def load(script: ModuleType, run_dir: Path):
     """The agent and the Args of a finished run."""

@@ -189,6 +189,11 @@ def test_rejected_runs_dir(script, below, tmp_path):
     assert file.read_text() == "kept"
 
 
+@ALL
+def test_rejected_name_of_runs_dir(script, tmp_path):
+    check_rejected(script, tmp_path, {"runs_dir": str(tmp_path / ("x" * 300))}, "--runs-dir", "too long")
+
+
 class StillEnv(gym.Env):
     """Does nothing, in the spaces given."""
 

@@ -47,6 +47,12 @@ def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", [ppo, ppg])
+def test_a_rollout_that_does_not_fit(script):
+    with pytest.raises(InputError, match="lower --num-envs or --num-steps"):
+        script.new_rollout(2**20, 2**20, FRAMES, ACTIONS, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("script", [ppo, ppg])
 def test_learning_never_waits_for_the_device(script, monkeypatch):
     """On the meta device, whose tensors have no content, any `.item()`, `if tensor` or copy to the host raises."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no meta device

@@ -11,6 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from common.envs import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv, RecordFirstEnv, RewardNormalizer, make_envs
+from common.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 
@@ -423,6 +424,12 @@ def test_normalizer_continues_from_its_saved_state():
     assert copy.state_dict() == original.state_dict()
 
 
+def test_gymnasium_task_that_cannot_render():
+    envs = make_envs("TestBlind-v0", 2, seed=0)
+    assert envs.reset()[0].tolist() == [[0], [0]]
+    envs.close()
+
+
 # -------------------------------------------------------------------------------------------------------------- video
 
 
@@ -465,3 +472,10 @@ def test_video_of_an_episode_that_has_not_ended(tmp_path):
         envs.step(np.zeros(2, np.int64))
     envs.close()
     assert read_video(tmp_path / "videos" / "episode-0.mp4").shape == (5, 512, 512, 3)
+
+
+def test_video_without_the_package_that_draws(monkeypatch):
+    pytest.importorskip("av")
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(InputError, match="pygame"):
+        make_envs("CartPole-v1", 2, seed=0, capture_video=True)

@@ -42,6 +42,11 @@ def test_copies_are_equal(script, block):
     assert inspect.getsource(getattr(ppo, block)) == inspect.getsource(getattr(script, block))
 
 
+@pytest.mark.parametrize("script", [ppg, impala])
+def test_the_encoder_is_called_alike(script):
+    assert inspect.getsource(ppo.Agent.encode) == inspect.getsource(script.Agent.encode)
+
+
 def test_initial_scales_are_equal():
     assert ppo.INIT_SCALES == ppg.INIT_SCALES == impala.INIT_SCALES
 

@@ -356,6 +356,16 @@ def test_plain_progress_lines(script, tmp_path):
     assert (tmp_path / done.rpartition("model: ")[2]) == path / "model.pt"
 
 
+@ALL
+def test_progress_within_an_iteration(script, monkeypatch, capsys, tmp_path):
+    """The bar moves whenever an episode ends, not once an iteration."""
+    monkeypatch.setattr("common.run.LINE_SECONDS", 0)
+    script.main(make_args(script, tmp_path))
+    shown = [int(line.split("/")[0][5:].replace(",", "")) for line in capsys.readouterr().out.splitlines()[1:-2]]
+    assert shown == sorted(shown)
+    assert len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3
+
+
 def test_track_offline(tmp_path):
     pytest.importorskip("wandb")
     args = make_args(ppo, "runs", track=True)
