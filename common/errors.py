@@ -43,6 +43,8 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         code = 143 if isinstance(error, Terminated) else 130
         print(f"stopped by {'SIGTERM' if code == 143 else 'Ctrl-C'}", file=sys.stderr)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the interpreter's end takes Python's handlers away
+            signal.signal(number, signal.SIG_IGN)
     if any(thread.name.startswith("actor") for thread in threading.enumerate()):
         # One that hangs in its environment. The interpreter's own way out would abort the process.
         sys.stdout.flush()
@@ -53,7 +55,8 @@ def one_line_errors() -> Iterator[None]:
 
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not cut short the saving of the model
-        signal.signal(number, signal.SIG_IGN)
+        # Not SIG_IGN yet: Python reports an error where one that has arrived already finds that in its handler's place.
+        signal.signal(number, lambda signum, frame: None)
     raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
 
 

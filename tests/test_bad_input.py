@@ -364,3 +364,20 @@ def test_command_line_failed_run(script, tmp_path):
     model = check_model(tmp_path / "runs")
     assert str(model.relative_to(tmp_path)) in line
     assert "done:" not in result.stdout
+
+
+def test_signals_that_arrive_together():
+    """The first to be seen counts, and Python has nothing to say about the other."""
+    code = """
+import os, signal
+from common.errors import one_line_errors
+with one_line_errors():
+    both = signal.SIGINT, signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    for number in both:
+        os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+    print("not stopped")
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped by Ctrl-C\n")
