@@ -597,7 +597,7 @@ def auxiliary_phase(
 
     old_params = []
     for batch in rollouts.split(args.num_aux_rollouts):
-        run.show(step, f"{run.summary()}, auxiliary phase: old policy")
+        run.show(step, "auxiliary phase: old policy")
         with torch.no_grad():
             old_params.append(agent.get_policy(steps_of(batch, obs)).unflatten(0, (len(batch), -1)))
     old_params = torch.cat(old_params)  # [K x N, T, P]
@@ -606,7 +606,7 @@ def auxiliary_phase(
     for epoch in range(1, args.e_aux + 1):
         order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
         for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
-            run.show(step, f"{run.summary()}, auxiliary phase: epoch {epoch}/{args.e_aux}")
+            run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
             optimizer.zero_grad()  # also of the last gradient of the policy phase
             for batch in group.split(args.num_aux_rollouts):
                 params, values, aux_values = agent.get_policy_and_values(steps_of(batch, obs))

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from common.envs import PROCGEN_GAMES, finished_episodes
 from common.errors import InputError, TrainingError, flag
 
-PACKAGES = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror")
+PACKAGES = ("numpy", "gymnasium", "procgen", "procgen-mirror")
 SAVE_SECONDS = 60  # a model younger than this is not saved again before the run ends
 LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
 
@@ -152,7 +152,7 @@ class Run:
         self.recent.append(episodic_return)
         self.new_returns.append(episodic_return)
         self.num_episodes += 1
-        self.show(step, self.summary())
+        self.show(step)
 
     def log(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
         """Write the metrics of an iteration that ended at `step` and show the progress.
@@ -173,7 +173,7 @@ class Run:
         self.require_finite(step, values)
         self.new_returns.clear()
         self.step = step
-        self.show(step, self.summary(), last=step >= self.total_steps)
+        self.show(step, last=step >= self.total_steps)
 
     def summary(self) -> str:
         if not self.recent:
@@ -190,12 +190,14 @@ class Run:
         self.bar.close()
         raise TrainingError(f"{reason}: the run stops; its last good model is {self.path / 'model.pt'}")
 
-    def show(self, step: int, text: str, last: bool = False) -> None:
-        """Move the bar to `step` and put `text` beside it; without a terminal, print a line every few seconds."""
+    def show(self, step: int, phase: str = "", last: bool = False) -> None:
+        """Move the bar to `step`, beside it the summary and what is being done, if `phase` says so; without a terminal,
+        print a line every few seconds."""
         now = time.monotonic()
         if not last and now - self.last_shown < (LINE_SECONDS if self.bar.disable else BAR_SECONDS):
             return
         self.last_shown = now
+        text = ", ".join(filter(None, (self.summary(), phase)))
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.n = step
@@ -270,13 +272,13 @@ def command(args: Any, script: str) -> str:
 
 def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
     """Where a run's numbers come from: command, commit, whether the tree was dirty, versions, machine."""
-    versions = {"python": platform.python_version()}
+    # PyTorch's with its build (+cu130), which the package's metadata may leave out
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    versions["torch"] = torch.__version__  # with its build (+cu130), which the package's metadata may leave out
     cpu = next(
         (line.split(":")[1].strip() for line in read_lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),

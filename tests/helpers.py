@@ -19,11 +19,8 @@ class Silent:
     def episodes(self, step, infos):
         self.steps.append(step)
 
-    def show(self, step, text):
+    def show(self, step, phase):
         pass
-
-    def summary(self):
-        return ""
 
 
 def load(script: ModuleType, run_dir: Path):
