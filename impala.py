@@ -3,25 +3,29 @@
     python impala.py --env-id starpilot
     python impala.py --env-id starpilot --use-lstm
     python impala.py --env-id starpilot --num-actors 0    # act and learn in turn: repeats bit for bit
-    python impala.py --env-id CartPole-v1 --num-envs 8 --total-timesteps 200000 --gamma 0.99
+    python impala.py --env-id CartPole-v1 --num-envs 8 --num-steps 32 --batch-size 8 --num-minibatches 4 --gamma 0.99
 
 Actor threads, each with environments of its own, play T steps at a time (an unroll) with the newest policy that the
 learner has published, and put them into a bounded queue. The learner takes B unrolls, corrects with V-trace for what
-the policy has learnt since they were played, makes one gradient step and publishes. What differs from the paper and
+the policy has learnt since they were played, makes one pass over them and publishes. What differs from the paper and
 from DeepMind's scalable_agent:
 
-1. Losses are means over the batch, not sums. To carry a sum's settings over, divide the norm that the gradient is
-   clipped to by the T x B steps of a batch, and so RMSProp's epsilon, which PyTorch adds outside the root (TensorFlow
+1. The pass is made as PPO makes its passes: in random minibatches, with advantages and targets of before the first,
+   and with the ratio of the policy to the one of before the first clipped (as in IMPACT, Luo et al. 2020,
+   https://arxiv.org/abs/1912.00167, and other asynchronous PPOs). `--num-minibatches 1` makes the paper's one step.
+2. Losses are means over a minibatch, not sums. To carry a sum's settings over, divide the norm that the gradient is
+   clipped to by the number of steps summed, and so RMSProp's epsilon, which PyTorch adds outside the root (TensorFlow
    inside: its .01 is .1 outside). PyTorch's RMSProp starts with a mean square of 0, TensorFlow's with 1.
-2. The defaults are near those of ppo.py: Adam with a constant learning rate, gamma .999, lambda .95 (not 1), rewards
-   divided by the running standard deviation of the discounted return. The paper clips rewards to +-1, which makes all
-   of a Procgen game's rewards alike.
-3. `--total-timesteps` is rounded up to whole batches, and counts the steps that were learnt from. Unrolls that still
+3. The other defaults are nearer to ppo.py's than to the paper's, too: unrolls of 128 steps, Adam with a constant
+   learning rate, gamma .999, lambda .95 (not 1), rewards divided by the running standard deviation of the discounted
+   return. The paper clips rewards to +-1, which makes all of a Procgen game's rewards alike. With the paper's settings
+   IMPALA learns far less from a step of Procgen (benchmarks/NOTES.md).
+4. `--total-timesteps` is rounded up to whole batches, and counts the steps that were learnt from. Unrolls that still
    wait in the queue when a run ends are dropped, and so are their episodes; every other finished episode is recorded.
-4. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
+5. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
    none: its step limits count as deaths, as in the published runs of PPO.
-5. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
-6. Vector observations go through one MLP for policy and value, and are not normalised.
+6. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
+7. Vector observations go through one MLP for policy and value, and are not normalised.
 """
 
 import copy
@@ -92,17 +96,22 @@ class Args:
     # ---- algorithm
     total_timesteps: int = 25_000_000
     """environment steps in all; rounded up to whole batches of B x T"""
-    num_actors: int = 2
+    num_actors: int = 1
     """threads that act while the learner learns; 0 to act and learn in turn"""
-    num_steps: int = 32
+    num_steps: int = 128
     """steps of each environment in an unroll (T)"""
-    batch_size: int = 32
+    batch_size: int = 128
     """unrolls that make a batch of the learner (B)"""
-    queue_size: int = 32
+    queue_size: int = 64
     """unrolls that may wait for the learner; actors pause while it is full"""
+    num_minibatches: int = 32
+    """gradient steps in the pass over a batch, each on a random part of its steps (of its unrolls, with --use-lstm)"""
+    clip_coef: float | None = 0.2
+    """clipping range of the ratio of the policy in training to that at the start of the batch (epsilon of PPO), without
+    effect where --num-minibatches is 1; None for no clipping"""
     optimizer: Literal["rmsprop", "adam"] = "adam"
     """RMSProp as in the paper (decay .99, no momentum), or Adam"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
@@ -150,8 +159,8 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps log_interval num_envs num_steps batch_size queue_size max_grad_norm feature_dim "
-            "hidden_dim",
+            positive="total_timesteps log_interval num_envs num_steps batch_size num_minibatches clip_coef queue_size "
+            "max_grad_norm feature_dim hidden_dim",
             not_negative="num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
             fractions="gamma vtrace_lambda norm_reward_gamma",
         )
@@ -162,6 +171,12 @@ class Args:
             f"of every game for each: use a multiple of {share}.",
         )
         require(self.batch_size * self.num_steps > 1, "one step is no batch: raise --num-steps or --batch-size.")
+        samples = self.batch_size * (1 if self.use_lstm else self.num_steps)
+        require(
+            self.num_minibatches <= samples,
+            f"--num-minibatches {self.num_minibatches} is larger than the batch of {samples} "
+            f"{'unrolls' if self.use_lstm else 'steps'}: lower it, or raise --batch-size.",
+        )
         require(
             0 < self.c_bar <= self.rho_bar and self.pg_rho_bar > 0,
             f"--rho-bar {self.rho_bar}, --c-bar {self.c_bar}, --pg-rho-bar {self.pg_rho_bar} cannot work: use numbers "
@@ -500,9 +515,23 @@ def vtrace(
     return targets[:-1], advantages
 
 
-def policy_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """The policy gradient as a loss (IMPALA, section 4.2). Arguments [T, B]; no gradient through the advantages."""
-    return -(logprobs * advantages.detach()).mean()
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [B]; returns the loss and its metrics.
+
+    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
+    """
+    logratio = logprobs - old_logprobs
+    ratio = logratio.exp()
+    loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
+    with torch.no_grad():
+        metrics = {
+            "losses/old_approx_kl": -logratio.mean(),
+            "losses/approx_kl": (ratio - 1 - logratio).mean(),
+            "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+        }
+    return loss, metrics
 
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
@@ -527,11 +556,13 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: Args) -> dict[str, Tensor]:
-    """One gradient step on a batch of unrolls. Returns its metrics."""
-    params, values = agent.unroll(batch.obs, batch.state, batch.dones)
-    dist = action_dist(agent.action_space, params[:-1])
-    logprobs = dist.log_prob(batch.actions)
-    logratio = (logprobs - batch.logprobs).detach()
+    """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns the means of the metrics."""
+    with torch.no_grad():  # in pieces, no larger than minibatches, to save memory
+        fields = (x.chunk(args.num_minibatches, dim=1) for x in (batch.obs, batch.state, batch.dones))
+        pieces = [agent.unroll(*piece) for piece in zip(*fields, strict=True)]
+        params, values = (torch.cat(outputs, dim=1) for outputs in zip(*pieces, strict=True))
+        logprobs = action_dist(agent.action_space, params[:-1]).log_prob(batch.actions)
+    logratio = logprobs - batch.logprobs
     targets, advantages = vtrace(
         logratio,
         batch.rewards + args.gamma * batch.truncation_values,
@@ -542,28 +573,39 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
         args.c_bar,
         args.pg_rho_bar,
     )
-    pg_loss = policy_loss(logprobs, advantages)
-    v_loss = value_loss(values[:-1], targets)
-    entropy_loss = dist.entropy().mean()
-    loss = pg_loss - args.ent_coef * entropy_loss + args.baseline_coef * v_loss
-    optimizer.zero_grad()
-    loss.backward()
-    grad_norm = clip_gradient(agent, args.max_grad_norm)
-    optimizer.step()
+
+    # Minibatches are drawn from dimension 1: whole unrolls with an LSTM, else any steps, as unrolls of length 1.
+    samples = batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages
+    if not args.use_lstm:
+        samples = [x.flatten(0, 1).unsqueeze(0) for x in samples]
+    num_samples = samples[0].shape[1]
+    states = batch.state if args.use_lstm else agent.initial_state(num_samples)
+    clip_coef = math.inf if args.clip_coef is None else args.clip_coef
+    history = []
+    for index in torch.randperm(num_samples, device=logprobs.device).chunk(args.num_minibatches):
+        obs, dones, actions, old_logprobs, batch_targets, batch_advantages = (x[:, index] for x in samples)
+        params, new_values = agent.unroll(obs, states[:, index], dones)
+        dist = action_dist(agent.action_space, params)
+        pg_loss, metrics = policy_loss(dist.log_prob(actions), old_logprobs, batch_advantages, clip_coef)
+        v_loss = value_loss(new_values, batch_targets)
+        entropy_loss = dist.entropy().mean()
+        loss = pg_loss - args.ent_coef * entropy_loss + args.baseline_coef * v_loss
+        optimizer.zero_grad()
+        loss.backward()
+        grad_norm = clip_gradient(agent, args.max_grad_norm)
+        optimizer.step()
+        losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
+        metrics = losses | metrics | {"losses/grad_norm": grad_norm}
+        history.append({tag: value.detach() for tag, value in metrics.items()})
     ratio = logratio.exp()
-    metrics = {
-        "losses/policy_loss": pg_loss,
-        "losses/entropy": entropy_loss,
-        "losses/value_loss": v_loss,
-        "losses/approx_kl": (ratio - 1 - logratio).mean(),
+    return mean_metrics(history) | {
+        "losses/behaviour_kl": (ratio - 1 - logratio).mean(),
         "losses/rho": ratio.mean(),
         "losses/rho_clipfrac": (ratio > args.rho_bar).float().mean(),
         "losses/c_clipfrac": (ratio > args.c_bar).float().mean(),
         "losses/pg_rho_clipfrac": (ratio > args.pg_rho_bar).float().mean(),
-        "losses/grad_norm": grad_norm,
         "losses/explained_variance": explained_variance(values[:-1], targets),
     }
-    return {tag: value.detach() for tag, value in metrics.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- main
