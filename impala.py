@@ -13,19 +13,22 @@ from DeepMind's scalable_agent:
 1. The pass is made as PPO makes its passes: in random minibatches, with advantages and targets of before the first,
    and with the ratio of the policy to the one of before the first clipped (as in IMPACT, Luo et al. 2020,
    https://arxiv.org/abs/1912.00167, and other asynchronous PPOs). `--num-minibatches 1` makes the paper's one step.
-2. Losses are means over a minibatch, not sums. To carry a sum's settings over, divide the norm that the gradient is
+2. The pass takes a random three quarters of a batch's steps (`--sample-fraction`): neighbouring frames are much alike,
+   and a gradient costs three times what V-trace, which uses every step, does.
+3. Losses are means over a minibatch, not sums. To carry a sum's settings over, divide the norm that the gradient is
    clipped to by the number of steps summed, and so RMSProp's epsilon, which PyTorch adds outside the root (TensorFlow
    inside: its .01 is .1 outside). PyTorch's RMSProp starts with a mean square of 0, TensorFlow's with 1.
-3. The other defaults are nearer to ppo.py's than to the paper's, too: unrolls of 128 steps, Adam with a constant
+4. The other defaults are nearer to ppo.py's than to the paper's, too: unrolls of 128 steps, Adam with a constant
    learning rate, gamma .999, lambda .95 (not 1), rewards divided by the running standard deviation of the discounted
    return. The paper clips rewards to +-1, which makes all of a Procgen game's rewards alike. With the paper's settings
    IMPALA learns far less from a step of Procgen (benchmarks/NOTES.md).
-4. `--total-timesteps` is rounded up to whole batches, and counts the steps that were learnt from. Unrolls that still
-   wait in the queue when a run ends are dropped, and so are their episodes; every other finished episode is recorded.
-5. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
+5. `--total-timesteps` is rounded up to whole batches, and counts the steps that the learner has taken. Unrolls that
+   still wait in the queue when a run ends are dropped, and so are their episodes; every other finished episode is
+   recorded.
+6. Where Gymnasium reports a time limit, the actor's value of the final observation is bootstrapped. Procgen reports
    none: its step limits count as deaths, as in the published runs of PPO.
-6. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
-7. Vector observations go through one MLP for policy and value, and are not normalised.
+7. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
+8. Vector observations go through one MLP for policy and value, and are not normalised.
 """
 
 import copy
@@ -104,8 +107,10 @@ class Args:
     """unrolls that make a batch of the learner (B)"""
     queue_size: int = 64
     """unrolls that may wait for the learner; actors pause while it is full"""
+    sample_fraction: float = 0.75
+    """share of a batch's steps that the learner's pass takes, drawn at random; V-trace uses all of them"""
     num_minibatches: int = 32
-    """gradient steps in the pass over a batch, each on a random part of its steps (of its unrolls, with --use-lstm)"""
+    """gradient steps in that pass, each on a random part of the steps drawn (of the unrolls, with --use-lstm)"""
     clip_coef: float | None = 0.2
     """clipping range of the ratio of the policy in training to that at the start of the batch (epsilon of PPO), without
     effect where --num-minibatches is 1; None for no clipping"""
@@ -171,11 +176,15 @@ class Args:
             f"of every game for each: use a multiple of {share}.",
         )
         require(self.batch_size * self.num_steps > 1, "one step is no batch: raise --num-steps or --batch-size.")
-        samples = self.batch_size * (1 if self.use_lstm else self.num_steps)
         require(
-            self.num_minibatches <= samples,
-            f"--num-minibatches {self.num_minibatches} is larger than the batch of {samples} "
-            f"{'unrolls' if self.use_lstm else 'steps'}: lower it, or raise --batch-size.",
+            0 < self.sample_fraction <= 1,
+            f"--sample-fraction {self.sample_fraction} cannot work: use a number above 0, and 1 at most.",
+        )
+        drawn = math.ceil(self.sample_fraction * self.batch_size * (1 if self.use_lstm else self.num_steps))
+        require(
+            self.num_minibatches <= drawn,
+            f"--num-minibatches {self.num_minibatches} is more than the {drawn} "
+            f"{'unrolls' if self.use_lstm else 'steps'} drawn from a batch: lower it, or raise --batch-size.",
         )
         require(
             0 < self.c_bar <= self.rho_bar and self.pg_rho_bar > 0,
@@ -518,7 +527,7 @@ def vtrace(
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [B]; returns the loss and its metrics.
+    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
     The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
     """
@@ -582,7 +591,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
     states = batch.state if args.use_lstm else agent.initial_state(num_samples)
     clip_coef = math.inf if args.clip_coef is None else args.clip_coef
     history = []
-    for index in torch.randperm(num_samples, device=logprobs.device).chunk(args.num_minibatches):
+    drawn = torch.randperm(num_samples, device=logprobs.device)[: math.ceil(args.sample_fraction * num_samples)]
+    for index in drawn.chunk(args.num_minibatches):
         obs, dones, actions, old_logprobs, batch_targets, batch_advantages = (x[:, index] for x in samples)
         params, new_values = agent.unroll(obs, states[:, index], dones)
         dist = action_dist(agent.action_space, params)

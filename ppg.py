@@ -445,7 +445,7 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float, kl_penalty: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [B]; returns the loss and its metrics.
+    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
     With `kl_penalty` (PPG, section 3.5), the plain surrogate with a penalty of half the squared log-ratio instead. The
     approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.

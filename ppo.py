@@ -398,7 +398,7 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [B]; returns the loss and its metrics.
+    """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
     The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
     """
