@@ -28,7 +28,6 @@ def make_args(script, tmp_path, **settings):
     if script is ppg:
         small |= {"n_pi": 2, "e_aux": 1}
     if script is impala:
-        del small["num_minibatches"]
         small |= {"batch_size": 4, "num_actors": 0, "log_interval": 1}
     return script.Args(**{"env_id": "CartPole-v1", "runs_dir": str(tmp_path / "runs"), **small} | settings)
 
@@ -135,6 +134,12 @@ def test_rejected_by_ppo_and_ppg(script, settings, words, tmp_path):
         ({"num_actors": -1}, ["--num-actors -1"]),
         ({"batch_size": 0}, ["--batch-size 0"]),
         ({"queue_size": 0}, ["--queue-size 0"]),
+        ({"num_minibatches": 0}, ["--num-minibatches 0"]),
+        ({"num_minibatches": 65}, ["--num-minibatches 65", "48 steps drawn"]),
+        ({"num_minibatches": 5, "use_lstm": True}, ["--num-minibatches 5", "3 unrolls drawn"]),
+        ({"sample_fraction": 0.0}, ["--sample-fraction 0.0"]),
+        ({"sample_fraction": 1.5}, ["--sample-fraction 1.5"]),
+        ({"clip_coef": 0.0}, ["--clip-coef 0.0"]),
         ({"c_bar": 2.0}, ["--c-bar 2.0", "--rho-bar 1.0"]),
         ({"pg_rho_bar": 0.0}, ["--pg-rho-bar 0.0"]),
         ({"rho_bar": math.nan}, ["--rho-bar nan"]),
@@ -354,9 +359,9 @@ def test_parameter_that_is_not_finite_stops_the_run(script, tmp_path, monkeypatc
 
 @ALL
 def test_command_line_failed_run(script, tmp_path):
-    flags = "--env-id CartPole-v1 --num-envs 4 --num-steps 16 --learning-rate 1e30 --device cpu"
-    if script is not impala:
-        flags += " --num-minibatches 2"
+    flags = "--env-id CartPole-v1 --num-envs 4 --num-steps 16 --num-minibatches 2 --learning-rate 1e30 --device cpu"
+    if script is impala:
+        flags += " --batch-size 4"
     result = run_script(script, tmp_path, *flags.split(), "--total-timesteps", "640")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()

@@ -78,7 +78,7 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
 def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
     meta = torch.device("meta")
-    args = impala.Args(use_lstm=use_lstm)
+    args = impala.Args(use_lstm=use_lstm, num_minibatches=2)
     agent = impala.Agent(FRAMES, ACTIONS, args).to(meta)
     obs = torch.empty(9, 4, *FRAMES.shape, dtype=torch.uint8, device=meta)
     actions = torch.empty(8, 4, dtype=torch.int64, device=meta)

@@ -16,7 +16,7 @@ FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 # All that differs is here; any other function or class that two scripts define must be the same in both.
 DIFFERENT = {
     ppg: {"Args", "Agent", "policy_loss", "update", "main"},
-    impala: {"Args", "Agent", "policy_loss", "value_loss", "update", "main"},
+    impala: {"Args", "Agent", "value_loss", "update", "main"},
 }
 
 
@@ -32,7 +32,7 @@ def shared_blocks(script):
 def test_the_blocks_to_compare_are_found():
     networks = {"ImpalaCNN", "MLP", "PolicyHead", "action_dist", "clip_gradient", "explained_variance"}
     assert networks | {"Rollout", "collect", "compute_gae", "value_loss"} <= set(shared_blocks(ppg))
-    assert networks <= set(shared_blocks(impala))
+    assert networks | {"policy_loss"} <= set(shared_blocks(impala))
 
 
 @pytest.mark.parametrize(
