@@ -121,7 +121,7 @@ class Args:
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     rmsprop_eps: float = 1e-4
-    """RMSProp's epsilon, outside the root (the paper's .01, inside it and for a sum, comes to .1 / (T x B) here)"""
+    """RMSProp's epsilon, outside the root (the paper's .01, inside it and for a sum of n steps, is .1 / n here)"""
     adam_eps: float = 1e-5
     """Adam's epsilon (eps)"""
     gamma: float = 0.999
