@@ -3,16 +3,18 @@
     python impala.py --env-id starpilot
     python impala.py --env-id starpilot --use-lstm
     python impala.py --env-id starpilot --num-actors 0    # act and learn in turn: repeats bit for bit
-    python impala.py --env-id CartPole-v1 --num-envs 8 --num-steps 32 --batch-size 8 --num-minibatches 4 --gamma 0.99
+    python impala.py --env-id CartPole-v1 --num-envs 16 --num-steps 32 --batch-size 16 --queue-size 16 \
+        --num-minibatches 4 --gamma 0.98 --total-timesteps 300000
 
 Actor threads, each with environments of its own, play T steps at a time (an unroll) with the newest policy that the
 learner has published, and put them into a bounded queue. The learner takes B unrolls, corrects with V-trace for what
 the policy has learnt since they were played, makes one pass over them and publishes. What differs from the paper and
 from DeepMind's scalable_agent:
 
-1. The pass is made as PPO makes its passes: in random minibatches, with advantages and targets of before the first,
-   and with the ratio of the policy to the one of before the first clipped (as in IMPACT, Luo et al. 2020,
-   https://arxiv.org/abs/1912.00167, and other asynchronous PPOs). `--num-minibatches 1` makes the paper's one step.
+1. The pass is PPO's, but for its normalised advantages and clipped values: V-trace's targets and advantages are
+   computed once, then come many steps on random minibatches, with a clipped ratio of the policy to the one that V-trace
+   was computed with (as in IMPACT, Luo et al. 2020, https://arxiv.org/abs/1912.00167, and other asynchronous PPOs).
+   `--num-minibatches 1 --sample-fraction 1` makes the paper's one step.
 2. The pass takes a random three quarters of a batch's steps (`--sample-fraction`): neighbouring frames are much alike,
    and a gradient costs three times what V-trace, which uses every step, does.
 3. Losses are means over a minibatch, not sums. To carry a sum's settings over, divide the norm that the gradient is
@@ -110,7 +112,7 @@ class Args:
     sample_fraction: float = 0.75
     """share of a batch's steps that the learner's pass takes, drawn at random; V-trace uses all of them"""
     num_minibatches: int = 32
-    """gradient steps in that pass, each on a random part of the steps drawn (of the unrolls, with --use-lstm)"""
+    """gradient steps in that pass, each on a part of the steps drawn (with --use-lstm, whole unrolls are drawn)"""
     clip_coef: float | None = 0.2
     """clipping range of the ratio of the policy in training to that at the start of the batch (epsilon of PPO), without
     effect where --num-minibatches is 1; None for no clipping"""
@@ -180,7 +182,7 @@ class Args:
             0 < self.sample_fraction <= 1,
             f"--sample-fraction {self.sample_fraction} cannot work: use a number above 0, and 1 at most.",
         )
-        drawn = math.ceil(self.sample_fraction * self.batch_size * (1 if self.use_lstm else self.num_steps))
+        drawn = math.ceil(self.sample_fraction * (self.batch_size * (1 if self.use_lstm else self.num_steps)))
         require(
             self.num_minibatches <= drawn,
             f"--num-minibatches {self.num_minibatches} is more than the {drawn} "
@@ -348,10 +350,10 @@ class Agent(nn.Module):
         return self.policy_head(features), self.value_head(features).squeeze(-1), state
 
     def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
-        """T + 1 steps of B unrolls: obs [T + 1, B, ...], the state before obs[0] [2, B, H], dones [T, B].
+        """S steps of B unrolls: obs [S, B, ...], the state before obs[0] [2, B, H], dones [S, B] or [S - 1, B].
 
-        Returns parameters of the action distributions [T + 1, B, P] and values [T + 1, B]; what `step` returns, step by
-        step, when the state is zeroed after each `done`.
+        Returns parameters of the action distributions [S, B, P] and values [S, B]; what `step` returns, step by step,
+        when the state is zeroed after each `done`.
         """
         features = self.encode(self.encoder, obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
         if self.lstm is not None:
@@ -544,7 +546,7 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Half the mean squared error of values [T, B] against V-trace targets [T, B]."""
+    """Half the mean squared error of values [...] against V-trace targets [...]."""
     return 0.5 * ((values - targets.detach()) ** 2).mean()
 
 
@@ -566,7 +568,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: Args) -> dict[str, Tensor]:
     """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns the means of the metrics."""
-    with torch.no_grad():  # in pieces, no larger than minibatches, to save memory
+    with torch.no_grad():  # a few unrolls at a time, to save memory
         fields = (x.chunk(args.num_minibatches, dim=1) for x in (batch.obs, batch.state, batch.dones))
         pieces = [agent.unroll(*piece) for piece in zip(*fields, strict=True)]
         params, values = (torch.cat(outputs, dim=1) for outputs in zip(*pieces, strict=True))
@@ -588,13 +590,13 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
     if not args.use_lstm:
         samples = [x.flatten(0, 1).unsqueeze(0) for x in samples]
     num_samples = samples[0].shape[1]
-    states = batch.state if args.use_lstm else agent.initial_state(num_samples)
     clip_coef = math.inf if args.clip_coef is None else args.clip_coef
     history = []
     drawn = torch.randperm(num_samples, device=logprobs.device)[: math.ceil(args.sample_fraction * num_samples)]
-    for index in drawn.chunk(args.num_minibatches):
+    for index in drawn.tensor_split(args.num_minibatches):
         obs, dones, actions, old_logprobs, batch_targets, batch_advantages = (x[:, index] for x in samples)
-        params, new_values = agent.unroll(obs, states[:, index], dones)
+        state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
+        params, new_values = agent.unroll(obs, state, dones)
         dist = action_dist(agent.action_space, params)
         pg_loss, metrics = policy_loss(dist.log_prob(actions), old_logprobs, batch_advantages, clip_coef)
         v_loss = value_loss(new_values, batch_targets)

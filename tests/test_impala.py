@@ -136,7 +136,11 @@ def test_update_follows_the_gradient_of_the_weighted_sum(space, use_lstm):
     assert metrics["losses/rho"].item() == pytest.approx(ratio.mean().item())
     assert metrics["losses/rho_clipfrac"].item() == pytest.approx((ratio > 1.1).float().mean().item())
     assert metrics["losses/c_clipfrac"].item() == pytest.approx((ratio > 0.9).float().mean().item())
+    assert metrics["losses/pg_rho_clipfrac"].item() == pytest.approx((ratio > 1.2).float().mean().item())
     assert 0 < metrics["losses/rho_clipfrac"] < metrics["losses/c_clipfrac"] < 1
+    assert metrics["losses/behaviour_kl"].item() == pytest.approx((ratio - 1 - ratio.log()).mean().item(), abs=1e-6)
+    unexplained = (targets[:-1] - v[:-1]).var() / targets[:-1].var()
+    assert metrics["losses/explained_variance"].item() == pytest.approx(1 - unexplained.item(), rel=1e-4)
 
 
 class Spy:
@@ -150,12 +154,13 @@ class Spy:
         return self.calls[-1][1]
 
 
-@pytest.mark.parametrize(
-    ("use_lstm", "clip_coef", "fraction"), [(False, 0.2, 1.0), (False, 0.3, 0.6), (True, None, 0.7)]
-)
-def test_minibatches_make_one_pass(use_lstm, clip_coef, fraction, monkeypatch):
+@pytest.mark.parametrize(("use_lstm", "num_minibatches", "clip_coef", "fraction"), [
+    (False, 3, 0.2, 1.0), (False, 9, 0.3, 0.6), (True, 3, None, 0.7),
+])  # fmt: skip
+def test_minibatches_make_one_pass(use_lstm, num_minibatches, clip_coef, fraction, monkeypatch):
     """Each step drawn is learnt from once, with target, advantage and probability of before the first gradient step."""
-    agent, args = make_agent(use_lstm=use_lstm, num_minibatches=3, clip_coef=clip_coef, sample_fraction=fraction)
+    settings = {"num_minibatches": num_minibatches, "clip_coef": clip_coef, "sample_fraction": fraction}
+    agent, args = make_agent(use_lstm=use_lstm, **settings)
     batch = random_unrolls(agent, agent.action_space, num_steps=5, batch_size=7)
     with torch.no_grad():
         params, values = agent.unroll(batch.obs, batch.state, batch.dones)
@@ -187,8 +192,9 @@ def test_minibatches_make_one_pass(use_lstm, clip_coef, fraction, monkeypatch):
             assert torch.equal(state, batch.state[:, unrolls])
         drawn += itertools.chain(*places)
         order += places[0]
-    assert len(passes) == 3
-    assert order != sorted(order)  # at random
+    assert len(passes) == num_minibatches
+    assert order != sorted(order)  # at random, and from all
+    assert fraction == 1 or max(b if use_lstm else 7 * t + b for t, b in order) >= len(order)
     assert len(drawn) == len(set(drawn)) == (5 * 5 if use_lstm else 5 * 7 * fraction)  # 5 of 7 unrolls
 
 
@@ -487,11 +493,11 @@ def test_acting_and_learning_in_turn_repeats_bit_for_bit(settings, tmp_path):
 
 @pytest.mark.parametrize("settings", [
     {"env_id": "starpilot", "use_lstm": True, "precision": "bf16"}, {"env_id": "coinrun,maze", "reward_norm": "clip"},
-    {"env_id": "TestDouble-v0"}, {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "reward_norm": "none"},
-    {"env_id": "TestBits-v0", "batch_size": 3},
+    {"env_id": "TestDouble-v0", "num_actors": 1}, {"env_id": "TestBits-v0", "batch_size": 3},
+    {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "reward_norm": "none"},
 ])  # fmt: skip
 def test_asynchronous_runs(settings, tmp_path):
-    run_dir = impala.main(short_args(tmp_path, num_actors=2, **settings))
+    run_dir = impala.main(short_args(tmp_path, **{"num_actors": 2} | settings))
     assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
     events = EventAccumulator(str(run_dir)).Reload()
     for tag in ("policy_lag", "policy_lag_max", "queue_occupancy", "actor_idle", "learner_idle"):
