@@ -166,10 +166,10 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps log_interval num_envs num_steps batch_size num_minibatches clip_coef queue_size "
-            "max_grad_norm feature_dim hidden_dim",
+            positive="total_timesteps log_interval num_envs num_steps batch_size queue_size sample_fraction "
+            "num_minibatches clip_coef max_grad_norm feature_dim hidden_dim",
             not_negative="num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
-            fractions="gamma vtrace_lambda norm_reward_gamma",
+            fractions="sample_fraction gamma vtrace_lambda norm_reward_gamma",
         )
         share = self.num_actors * len(self.env_id.split(","))  # each actor plays every game
         require(
@@ -178,10 +178,6 @@ class Args:
             f"of every game for each: use a multiple of {share}.",
         )
         require(self.batch_size * self.num_steps > 1, "one step is no batch: raise --num-steps or --batch-size.")
-        require(
-            0 < self.sample_fraction <= 1,
-            f"--sample-fraction {self.sample_fraction} cannot work: use a number above 0, and 1 at most.",
-        )
         drawn = math.ceil(self.sample_fraction * (self.batch_size * (1 if self.use_lstm else self.num_steps)))
         require(
             self.num_minibatches <= drawn,
