@@ -36,11 +36,11 @@ from DeepMind's scalable_agent:
 import copy
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -51,11 +51,13 @@ import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
-from common.actors import ActorError, ActorThreads, in_turn
+from common.actors import ActorThreads, in_turn
+from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
 from common.device import setup_device
+from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
-from common.errors import check_settings, one_line_errors, require
-from common.run import Run, check_run
+from common.errors import TrainingError, check_settings, one_line_errors, require
+from common.run import Run, check_run, require_finite
 
 
 @dataclass
@@ -73,6 +75,14 @@ class Args:
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
     """where run folders are made"""
+    resume: str | None = None
+    """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
+    init_from: str | None = None
+    """start a new run with the weights of this run folder, model or checkpoint"""
+    checkpoint_interval: float = 5.0
+    """minutes between checkpoints on disk; 0 for one after each update"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints to keep"""
     log_interval: int = 16_384
     """environment steps between two rows of metrics"""
     track: bool = False
@@ -166,9 +176,9 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps log_interval num_envs num_steps batch_size queue_size sample_fraction "
-            "num_minibatches clip_coef max_grad_norm feature_dim hidden_dim",
-            not_negative="num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
+            positive="total_timesteps keep_checkpoints log_interval num_envs num_steps batch_size queue_size "
+            "sample_fraction num_minibatches clip_coef max_grad_norm feature_dim hidden_dim",
+            not_negative="checkpoint_interval num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
             fractions="sample_fraction gamma vtrace_lambda norm_reward_gamma",
         )
         share = self.num_actors * len(self.env_id.split(","))  # each actor plays every game
@@ -375,7 +385,7 @@ class Unroll(NamedTuple):
     obs: Tensor  # [T + 1, *observation_shape], uint8 frames or float32 vectors; the last starts the next unroll
     actions: Tensor  # [T] int64, or [T, size] float32
     logprobs: Tensor  # [T] float32, of the actions under the policy that took them (mu)
-    rewards: Tensor  # [T] float32, after --reward-norm
+    rewards: Tensor  # [T] float32, after --reward-norm (but for its scaling, which is the learner's)
     dones: Tensor  # [T] float32
     truncation_values: Tensor  # [T] float32, value of the final observation where a time limit cut an episode
     state: Tensor  # [2, H] float32, the recurrent state before obs[0]
@@ -388,6 +398,7 @@ class Experience(NamedTuple):
     version: int  # how many updates the acting policy had seen
     env: int  # number of the environment
     episodes: list[tuple[int, float, int]]  # those that ended: t, return (as the environment gave it), length
+    end: dict[str, Any]  # where the environment and the recurrent state are after the unroll, to resume from
 
 
 class PublishedPolicy:
@@ -397,8 +408,8 @@ class PublishedPolicy:
     unroll can neither see half of an update nor switch policies in mid-unroll.
     """
 
-    def __init__(self, agent: Agent):
-        self.newest = copy.deepcopy(agent), 0
+    def __init__(self, agent: Agent, version: int):
+        self.newest = copy.deepcopy(agent), version
 
     def publish(self, agent: Agent) -> None:
         _, version = self.newest
@@ -415,26 +426,42 @@ def treat_rewards(rewards: np.ndarray, reward_norm: str) -> np.ndarray:
     return rewards
 
 
+def start_envs(
+    envs: gym.vector.VectorEnv, first_env: int, agent: Agent, ends: dict[int, dict[str, Any]], args: Args
+) -> tuple[Tensor, Tensor]:
+    """Reset the environments, or put those back where they were that `ends` has (by their numbers, from `first_env`).
+
+    Returns the observations [N, ...] and the recurrent states [2, N, H] to go on from.
+    """
+    state = agent.initial_state(envs.num_envs)
+    obs = torch.as_tensor(envs.reset(seed=args.seed + first_env)[0])
+    if ends:
+        states = [ends.get(first_env + n, each) for n, each in enumerate(env_states(envs, obs))]
+        obs = load_env_states(envs, states)
+        for n, each in enumerate(states):
+            if "recurrent" in each:
+                state[:, n] = each["recurrent"]
+    if obs.dim() == 2:
+        obs = obs.float()  # vectors may come as float64
+    return obs.to(state.device), state
+
+
 @torch.no_grad()
 def act(
     envs: gym.vector.VectorEnv,
     first_env: int,
     policy: PublishedPolicy,
-    reward_normalizer: RewardNormalizer | None,
+    ends: dict[int, dict[str, Any]],
     args: Args,
     device: torch.device,
     stop: threading.Event,
 ) -> Iterator[Experience]:
     """Play `num_steps` steps of n environments with the newest policy, yield the n unrolls, and so on until `stop`.
 
-    The environments are number `first_env` to `first_env + n - 1` of all.
+    The environments are number `first_env` to `first_env + n - 1` of all, and start where `ends` says (`start_envs`).
     """
     num_envs, num_steps = envs.num_envs, args.num_steps
-    next_obs, _ = envs.reset(seed=args.seed + first_env)
-    obs = torch.as_tensor(next_obs, device=device)
-    if obs.dim() == 2:
-        obs = obs.float()  # vectors may come as float64
-    state = policy.newest[0].initial_state(num_envs)
+    obs, state = start_envs(envs, first_env, policy.newest[0], ends, args)
     while True:
         agent, version = policy.newest
         frames = torch.empty((num_steps + 1, *obs.shape), dtype=obs.dtype, device=device)
@@ -449,7 +476,8 @@ def act(
             frames[t] = obs
             params, _, state = agent.step(obs, state)
             if not params.isfinite().all():
-                raise ActorError(f"an output of the policy after {version:,} updates is NaN or infinite")
+                reason = f"an output of the policy after {version:,} updates is NaN or infinite"
+                raise TrainingError(reason, {"obs": obs, "params": params})
             dist = action_dist(agent.action_space, params)
             actions.append(dist.sample())
             logprobs.append(dist.log_prob(actions[t]))
@@ -464,8 +492,6 @@ def act(
             for env, episodic_return, length in finished_episodes(infos):
                 episodes[env].append((t, episodic_return, length))
         frames[num_steps] = obs
-        if reward_normalizer is not None:
-            rewards = reward_normalizer(rewards, dones, slice(first_env, first_env + num_envs))
         unrolls = Unroll(
             frames,
             torch.stack(actions),
@@ -475,8 +501,11 @@ def act(
             truncation_values,
             first_state,
         )
+        ends = env_states(envs, obs)
         for env in range(num_envs):
-            yield Experience(Unroll(*(field[:, env] for field in unrolls)), version, first_env + env, episodes[env])
+            unroll = Unroll(*(field[:, env] for field in unrolls))
+            end = ends[env] | {"recurrent": state[:, env].cpu()}
+            yield Experience(unroll, version, first_env + env, episodes[env], end)
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -485,6 +514,26 @@ def act(
 def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
     """A batch of unrolls: B of them side by side, in dimension 1."""
     return Unroll(*(torch.stack(field, dim=1) for field in zip(*unrolls, strict=True)))
+
+
+def scale_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
+    """Rewards [T, B] divided by the scale of returns, which they enter first.
+
+    The learner does it, not the actors, so that a checkpoint's statistics are those of what has been learnt from.
+
+    Args:
+        envs: number of the environment that each unroll is of; those of the same one follow each other in time.
+    """
+    rewards, dones = batch.rewards.cpu().numpy(), batch.dones.cpu().numpy()
+    rounds, seen = defaultdict(list), Counter()  # the first unroll of each environment, then the second of each, ...
+    for column, env in enumerate(envs):
+        rounds[seen[env]].append(column)
+        seen[env] += 1
+    scaled = np.empty_like(rewards)
+    for columns in rounds.values():
+        numbers = [envs[column] for column in columns]
+        scaled[:, columns] = normalizer(rewards[:, columns], dones[:, columns], numbers)
+    return torch.as_tensor(scaled).to(batch.rewards)
 
 
 @torch.no_grad()
@@ -627,11 +676,11 @@ def group_seed(seed: int, number: int) -> int:
 def record_episodes(run: Run, step: int, batch: list[Experience], num_steps: int) -> None:
     """Tell `run` of the episodes that ended in a batch whose first actions were taken at `step`, in order of time."""
     unrolls, earlier, episodes = Counter(each.env for each in batch), Counter(), []
-    for _, _, env, finished in batch:  # where an environment has several unrolls, they follow each other
-        for t, episodic_return, length in finished:
-            time = (earlier[env] * num_steps + t + 1) * len(batch) // unrolls[env]
-            episodes.append((step + time, env, episodic_return, length))
-        earlier[env] += 1
+    for each in batch:  # where an environment has several unrolls, they follow each other
+        for t, episodic_return, length in each.episodes:
+            time = (earlier[each.env] * num_steps + t + 1) * len(batch) // unrolls[each.env]
+            episodes.append((step + time, each.env, episodic_return, length))
+        earlier[each.env] += 1
     for episode in sorted(episodes):
         run.episode(*episode)
 
@@ -641,6 +690,8 @@ def main(args: Args) -> Path:
     # ---- set up
     args.validate()
     check_run(args)
+    script = Path(__file__).name
+    resumed = find_run(args, script)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     num_groups = max(1, args.num_actors)
     envs_per_group = args.num_envs // num_groups
@@ -668,65 +719,72 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     batch_steps = args.batch_size * args.num_steps
     total_steps = args.num_updates * batch_steps
-    run = Run(args, script=Path(__file__).name, agent=agent, device=device, total_steps=total_steps)
+    if args.init_from and not resumed:
+        load_weights(agent, args.init_from)
+    run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         groups[0] = RecordFirstEnv(groups[0], run.path / "videos")
 
-    policy, stop = PublishedPolicy(agent), threading.Event()
-    actors = [
-        act(envs, number * envs_per_group, policy, reward_normalizer, args, device, stop)
-        for number, envs in enumerate(groups)
-    ]
-    batches = in_turn(actors[0], args.batch_size)
-    if args.num_actors:
-        batches = ActorThreads(actors, args.batch_size, args.queue_size, stop)
-    step, history, lags, lag_sum, lag_max = 0, [], [], 0, 0
-    try:
-        for version in range(args.num_updates):
-            learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
-            optimizer.param_groups[0]["lr"] = learning_rate
+    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
+    with Checkpoints(run, resumed, **parts) as checkpoints:
+        step, ends, history, lags, lag_sum, lag_max = 0, {}, [], [], 0, 0
+        if checkpoints.loop:
+            step, (ends, history, lags, lag_sum, lag_max) = run.step, checkpoints.loop["progress"]
+            history = [{tag: value.to(device) for tag, value in metrics.items()} for metrics in history]
+        policy, stop = PublishedPolicy(agent, step // batch_steps), threading.Event()
+        actors = [
+            act(envs, number * envs_per_group, policy, ends, args, device, stop) for number, envs in enumerate(groups)
+        ]
+        batches = in_turn(actors[0], args.batch_size)
+        if args.num_actors:
+            batches = ActorThreads(actors, args.batch_size, args.queue_size, stop)
+        try:
+            for version in range(step // batch_steps, args.num_updates):
+                learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+                optimizer.param_groups[0]["lr"] = learning_rate
 
-            # ---- collect
-            batch = next(batches)
+                # ---- collect
+                experiences = next(batches)
 
-            # ---- learn
-            metrics = update(agent, optimizer, stack_unrolls([experience.unroll for experience in batch]), args)
-            run.require_finite(step, metrics)  # before an actor draws from a broken policy
-            policy.publish(agent)
+                # ---- learn
+                batch = stack_unrolls([experience.unroll for experience in experiences])
+                if reward_normalizer is not None:
+                    envs_played = [experience.env for experience in experiences]
+                    batch = batch._replace(rewards=scale_rewards(batch, envs_played, reward_normalizer))
+                metrics = update(agent, optimizer, batch, args)
+                require_finite(step, metrics, batch._asdict())  # before an actor draws from a broken policy
+                policy.publish(agent)
 
-            # ---- log
-            record_episodes(run, step, batch, args.num_steps)
-            step += batch_steps
-            history.append(metrics)
-            lags += [version - experience.version for experience in batch]
-            if step % args.log_interval < batch_steps or step == total_steps:
-                lag_sum, lag_max = lag_sum + sum(lags), max(lag_max, *lags)
-                metrics = mean_metrics(history) | {
-                    "charts/learning_rate": learning_rate,
-                    "charts/policy_lag": sum(lags) / len(lags),
-                    "charts/policy_lag_max": max(lags),
-                }
-                if args.num_actors:
-                    metrics |= batches.pop_metrics()
-                run.log(step, metrics)
-                run.save_model(agent)
-                history, lags = [], []
+                # ---- log
+                record_episodes(run, step, experiences, args.num_steps)
+                step += batch_steps
+                history.append(metrics)
+                lags += [version - experience.version for experience in experiences]
+                if step % args.log_interval < batch_steps or step == total_steps:
+                    lag_sum, lag_max = lag_sum + sum(lags), max(lag_max, *lags)
+                    metrics = mean_metrics(history) | {
+                        "charts/learning_rate": learning_rate,
+                        "charts/policy_lag": sum(lags) / len(lags),
+                        "charts/policy_lag_max": max(lags),
+                    }
+                    if args.num_actors:
+                        metrics |= batches.pop_metrics()
+                    run.log(step, metrics)
+                    history, lags = [], []
+                ends = ends | {experience.env: experience.end for experience in experiences}
+                in_hand = step // args.num_steps % args.num_envs  # unrolls that wait for their turn
+                if args.num_actors or not in_hand or step == total_steps:
+                    checkpoints.save(step, progress=(ends, history, lags, lag_sum, lag_max))
+        finally:
+            if not batches.close():
+                for envs in groups:
+                    envs.close()
 
-        run.finish(agent)
-        mean_lag = lag_sum / (args.num_updates * args.batch_size)
-        print(f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most")
-    except ActorError as error:
-        run.fail(str(error))
-    except KeyboardInterrupt:  # the learner may be in the middle of a step, what it has published is whole
-        run.finish(policy.newest[0], stopped_at=step)
-        raise
-    finally:
-        if not batches.close():
-            for envs in groups:
-                envs.close()
+    mean_lag = lag_sum / (args.num_updates * args.batch_size)
+    print(f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most")
     return run.path
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, default=saved_args(Args)))

@@ -40,10 +40,12 @@ import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
+from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
 from common.device import empty, setup_device
+from common.env_state import env_states, load_env_states, recording, replay
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
-from common.run import Run, check_run
+from common.run import Run, check_run, require_finite
 
 
 @dataclass
@@ -61,6 +63,14 @@ class Args:
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
     """where run folders are made"""
+    resume: str | None = None
+    """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
+    init_from: str | None = None
+    """start a new run with the weights of this run folder, model or checkpoint"""
+    checkpoint_interval: float = 5.0
+    """minutes between checkpoints on disk; 0 for one after each iteration"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints to keep"""
     track: bool = False
     """also log to Weights & Biases (needs the package wandb)"""
     wandb_project_name: str = "procgen"
@@ -159,9 +169,10 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps num_envs num_steps num_minibatches e_policy e_value clip_coef clip_coef_vf "
-            "max_grad_norm target_kl kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum feature_dim hidden_dim",
-            not_negative="learning_rate adam_eps ent_coef vf_coef beta_clone",
+            positive="total_timesteps keep_checkpoints num_envs num_steps num_minibatches e_policy e_value clip_coef "
+            "clip_coef_vf max_grad_norm target_kl kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum "
+            "feature_dim hidden_dim",
+            not_negative="checkpoint_interval learning_rate adam_eps ent_coef vf_coef beta_clone",
             fractions="gamma gae_lambda norm_reward_gamma",
         )
         require(
@@ -629,6 +640,8 @@ def main(args: Args) -> Path:
     # ---- set up
     args.validate()
     check_run(args)
+    script = Path(__file__).name
+    resumed = find_run(args, script)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     envs = make_envs(
         args.env_id,
@@ -652,45 +665,60 @@ def main(args: Args) -> Path:
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     num_kept = min(args.n_pi, args.num_iterations)
     aux_obs = empty((num_kept, *rollout.obs.shape), rollout.obs.dtype, device, "--n-pi, --num-envs or --num-steps")
+    aux_actions = torch.empty((num_kept, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
     total_steps = args.num_iterations * args.batch_size
-    run = Run(args, script=Path(__file__).name, agent=agent, device=device, total_steps=total_steps)
+    if args.init_from and not resumed:
+        load_weights(agent, args.init_from)
+    run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
-    step = 0
-    obs = torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
-    for iteration in range(args.num_iterations):
-        learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
-        for each in (optimizer, value_optimizer, aux_optimizer):
-            each.param_groups[0]["lr"] = learning_rate
+    step, obs = 0, torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
+    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
+    parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
+    with Checkpoints(run, resumed, **parts) as checkpoints:
+        if checkpoints.loop:
+            step, saved = run.step, checkpoints.loop
+            phase_start, k = saved["phase"]["start"], len(saved["returns"])
+            aux_actions[:k], aux_returns[:k] = saved["phase"]["actions"], saved["returns"]
+            replay(envs, saved["phase"], aux_obs[:k], saved["envs"])
+            obs = load_env_states(envs, saved["envs"]).to(rollout.obs)
+        for iteration in range(step // args.batch_size, args.num_iterations):
+            learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+            for each in (optimizer, value_optimizer, aux_optimizer):
+                each.param_groups[0]["lr"] = learning_rate
 
-        # ---- collect
-        obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
+            # ---- collect
+            k = iteration % args.n_pi
+            if k == 0:
+                phase_start = env_states(envs, obs)
+            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
 
-        # ---- learn
-        with torch.no_grad():
-            last_value = agent.get_value(obs)
-        advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-        metrics = update(agent, optimizer, value_optimizer, rollout, advantages, args)
+            # ---- learn
+            with torch.no_grad():
+                last_value = agent.get_value(obs)
+            advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
+            metrics = update(agent, optimizer, value_optimizer, rollout, advantages, args)
 
-        # ---- auxiliary phase
-        k = iteration % args.n_pi
-        aux_obs[k], aux_returns[k] = rollout.obs, advantages + rollout.values
-        if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
-            run.require_finite(step, metrics)  # before a phase of many passes is spent on a broken network
-            kept_obs, kept_returns = aux_obs[: k + 1], aux_returns[: k + 1]
-            metrics |= auxiliary_phase(agent, aux_optimizer, kept_obs, kept_returns, args, step, run)
+            # ---- auxiliary phase
+            batch = rollout._asdict()
+            aux_obs[k], aux_actions[k], aux_returns[k] = rollout.obs, rollout.actions, advantages + rollout.values
+            if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
+                require_finite(step, metrics, batch)  # before a phase of many passes is spent on a broken network
+                batch = {"obs": aux_obs[: k + 1], "returns": aux_returns[: k + 1]}
+                metrics |= auxiliary_phase(agent, aux_optimizer, *batch.values(), args, step, run)
 
-        # ---- log
-        run.log(step, metrics | {"charts/learning_rate": learning_rate})
-        run.save_model(agent)
+            # ---- log
+            run.log(step, metrics | {"charts/learning_rate": learning_rate}, batch)
+            k = (k + 1) % args.n_pi  # iterations that wait for the next auxiliary phase
+            phase = recording(phase_start, aux_actions[:k], aux_obs[:k])
+            checkpoints.save(step, phase=phase, returns=aux_returns[:k], envs=env_states(envs, obs))
 
-    run.finish(agent)
     envs.close()
     return run.path
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, default=saved_args(Args)))

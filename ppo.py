@@ -34,7 +34,9 @@ import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
+from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
 from common.device import empty, setup_device
+from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
 from common.run import Run, check_run
@@ -55,6 +57,14 @@ class Args:
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
     """where run folders are made"""
+    resume: str | None = None
+    """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
+    init_from: str | None = None
+    """start a new run with the weights of this run folder, model or checkpoint"""
+    checkpoint_interval: float = 5.0
+    """minutes between checkpoints on disk; 0 for one after each iteration"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints to keep"""
     track: bool = False
     """also log to Weights & Biases (needs the package wandb)"""
     wandb_project_name: str = "procgen"
@@ -136,9 +146,9 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
-            "max_grad_norm target_kl feature_dim hidden_dim",
-            not_negative="learning_rate adam_eps ent_coef vf_coef",
+            positive="total_timesteps keep_checkpoints num_envs num_steps num_minibatches update_epochs clip_coef "
+            "clip_coef_vf max_grad_norm target_kl feature_dim hidden_dim",
+            not_negative="checkpoint_interval learning_rate adam_eps ent_coef vf_coef",
             fractions="gamma gae_lambda norm_reward_gamma",
         )
         require(
@@ -485,6 +495,8 @@ def main(args: Args) -> Path:
     # ---- set up
     args.validate()
     check_run(args)
+    script = Path(__file__).name
+    resumed = find_run(args, script)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     envs = make_envs(
         args.env_id,
@@ -505,34 +517,38 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     total_steps = args.num_iterations * args.batch_size
-    run = Run(args, script=Path(__file__).name, agent=agent, device=device, total_steps=total_steps)
+    if args.init_from and not resumed:
+        load_weights(agent, args.init_from)
+    run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
-    step = 0
-    obs = torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
-    for _ in range(args.num_iterations):
-        learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
-        optimizer.param_groups[0]["lr"] = learning_rate
+    step, obs = 0, torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
+    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
+    with Checkpoints(run, resumed, **parts) as checkpoints:
+        if checkpoints.loop:
+            step, obs = run.step, load_env_states(envs, checkpoints.loop["envs"]).to(rollout.obs)
+        for _ in range(step // args.batch_size, args.num_iterations):
+            learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+            optimizer.param_groups[0]["lr"] = learning_rate
 
-        # ---- collect
-        obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
+            # ---- collect
+            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
 
-        # ---- learn
-        with torch.no_grad():
-            last_value = agent.get_value(obs)
-        advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-        metrics = update(agent, optimizer, rollout, advantages, args)
+            # ---- learn
+            with torch.no_grad():
+                last_value = agent.get_value(obs)
+            advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
+            metrics = update(agent, optimizer, rollout, advantages, args)
 
-        # ---- log
-        run.log(step, metrics | {"charts/learning_rate": learning_rate})
-        run.save_model(agent)
+            # ---- log
+            run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())
+            checkpoints.save(step, envs=env_states(envs, obs))
 
-    run.finish(agent)
     envs.close()
     return run.path
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, default=saved_args(Args)))

@@ -8,11 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
+from common.errors import TrainingError
+
 T = TypeVar("T")
-
-
-class ActorError(RuntimeError):
-    """An actor cannot go on, by no error in its code."""
 
 
 def in_turn(actor: Iterator[T], batch_size: int) -> Iterator[list[T]]:
@@ -64,7 +62,7 @@ class ActorThreads:
             thread.start()
 
     def check(self) -> None:
-        """Raise an actor's error, RuntimeError where one has stopped without, and ActorError where one hangs."""
+        """Raise an actor's error, RuntimeError where one has stopped without, and TrainingError where one hangs."""
         now = time.monotonic()
         passed = min(now - self.checked, 10.0)  # the time that a stopped process (Ctrl-Z) slept is not the actors'
         self.checked = now
@@ -73,7 +71,7 @@ class ActorThreads:
                 raise self.error or RuntimeError(f"{thread.name} has stopped without an error")
             self.silence[number] += passed
             if self.silence[number] > self.PATIENCE_SECONDS:
-                raise ActorError(f"{thread.name} has given nothing for {self.PATIENCE_SECONDS} s")
+                raise TrainingError(f"{thread.name} has given nothing for {self.PATIENCE_SECONDS} s")
 
     def __next__(self) -> list[T]:
         """Wait for the next batch; the first call starts the threads. Raises what `check` does."""

@@ -6,16 +6,16 @@ ended, the observation it returns already belongs to the next one, and the rewar
 
 import difflib
 import importlib.util
-import threading
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
 
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 
 # fmt: off
 PROCGEN_GAMES = [
@@ -83,6 +83,8 @@ def make_envs(
     except InputError:
         envs.close()
         raise
+    if not isinstance(envs, ProcgenVectorEnv):
+        envs = RefuseNaN(envs)
     if isinstance(envs.single_action_space, gym.spaces.Box):
         envs = ClipAction(envs)
     elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
@@ -278,6 +280,27 @@ def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
     ]
 
 
+class RefuseNaN(VectorWrapper):
+    """Raise TrainingError for an observation or a reward that is NaN or infinite, before anything learns from it."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        obs, infos = self.env.reset(**kwargs)
+        self.check({"observation": obs})
+        return obs, infos
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        result = self.env.step(actions)
+        self.check({"observation": result[0], "reward": result[1], "action": actions})
+        return result
+
+    def check(self, values: dict[str, np.ndarray]) -> None:
+        for name, value in values.items():
+            bad = value.dtype.kind == "f" and ~np.isfinite(value).reshape(self.num_envs, -1).all(axis=1)
+            if np.any(bad):
+                batch = {name: torch.as_tensor(value) for name, value in values.items()}
+                raise TrainingError(f"the {name} of environment {np.argmax(bad)} is NaN or infinite", batch)
+
+
 class RecordFirstEnv(VectorWrapper):
     """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule
     of Gymnasium's RecordVideo)."""
@@ -331,21 +354,18 @@ class RewardNormalizer:
         self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
         self.returns = np.zeros(num_envs)  # R_(t-1), zero where an episode has just ended
         self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
-        self.lock = threading.Lock()
 
-    def __call__(self, rewards: np.ndarray, dones: np.ndarray, envs: slice = slice(None)) -> np.ndarray:
+    def __call__(self, rewards: np.ndarray, dones: np.ndarray, envs: slice | list[int] = slice(None)) -> np.ndarray:
         """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode.
 
-        Threads that step some of the environments each may share one normaliser: `envs` says which a segment is of.
+        `envs` says which environments the segment is of, if not of all.
         """
-        with self.lock:
-            returns = np.empty(rewards.shape)
-            for t in range(len(rewards)):
-                returns[t] = rewards[t] + self.gamma * self.returns[envs]
-                self.returns[envs] = returns[t] * (1 - dones[t])
-            self.update(returns)
-            scaled = rewards / np.sqrt(self.var + self.epsilon)
-        return np.clip(scaled, -self.clip, self.clip).astype(np.float32)
+        returns = np.empty(rewards.shape)
+        for t in range(len(rewards)):
+            returns[t] = rewards[t] + self.gamma * self.returns[envs]
+            self.returns[envs] = returns[t] * (1 - dones[t])
+        self.update(returns)
+        return np.clip(rewards / np.sqrt(self.var + self.epsilon), -self.clip, self.clip).astype(np.float32)
 
     def update(self, returns: np.ndarray) -> None:
         """Merge the moments of a batch into the running ones (Chan et al. 1979)."""

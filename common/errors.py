@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -16,23 +16,29 @@ class InputError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """A run that must not go on, such as one whose loss is no longer finite."""
+    """A run that must not go on, such as one whose loss is no longer finite; `batch` is what it was computed from."""
+
+    def __init__(self, message: str, batch: Mapping[str, Any] | None = None):
+        super().__init__(message)
+        self.batch = batch
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, as an exception: what ends a run on Ctrl-C ends it on this, too."""
+# What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last some time before a job must end.
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print the two errors above as one line on stderr and exit with 2 (bad input) or 1 (failed run).
 
-    Ctrl-C exits with 130 and SIGTERM with 143, both by way of KeyboardInterrupt; once one has come, others are ignored.
+    Ctrl-C exits with 130, SIGTERM with 143 and SIGUSR1 with 138, all by way of KeyboardInterrupt; once one has come,
+    others are ignored.
 
     Only a script's main guard uses it: code that calls `main(Args(...))` in process gets the exceptions themselves.
     """
     code = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
+    threading.excepthook = skip_log_writer
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script
             signal.signal(number, raise_interrupt)
     try:
@@ -41,9 +47,10 @@ def one_line_errors() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         code = 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt as error:
-        code = 143 if isinstance(error, Terminated) else 130
-        print(f"stopped by {'SIGTERM' if code == 143 else 'Ctrl-C'}", file=sys.stderr)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the interpreter's end takes Python's handlers away
+        number = error.args[0] if error.args else signal.SIGINT
+        code = 128 + number
+        print(f"stopped by {SIGNALS[number]}", file=sys.stderr)
+        for number in SIGNALS:  # the interpreter's end takes Python's handlers away
             signal.signal(number, signal.SIG_IGN)
     if any(thread.name.startswith("actor") for thread in threading.enumerate()):
         # One that hangs in its environment. The interpreter's own way out would abort the process.
@@ -54,10 +61,16 @@ def one_line_errors() -> Iterator[None]:
 
 
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not cut short the saving of the model
+    for number in SIGNALS:  # a second one must not cut short the writing of the checkpoint
         # Not SIG_IGN yet: Python reports an error where one that has arrived already finds that in its handler's place.
         signal.signal(number, lambda signum, frame: None)
-    raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt(signum)
+
+
+def skip_log_writer(failure: threading.ExceptHookArgs) -> None:
+    """Report an error of a thread, but for TensorBoard's writer, whose errors the main thread raises, too."""
+    if type(failure.thread).__module__.partition(".")[0] != "tensorboard":
+        threading.__excepthook__(failure)
 
 
 def require(condition: bool, message: str) -> None:

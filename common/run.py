@@ -1,13 +1,15 @@
-"""The run folder: settings, provenance, TensorBoard, CSVs, the saved model, and what a person sees meanwhile."""
+"""The run folder: settings, provenance, TensorBoard, CSVs, and what a person sees meanwhile."""
 
 import csv
 import dataclasses
+import fcntl
 import importlib.metadata
 import importlib.util
 import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -29,7 +32,10 @@ from common.envs import PROCGEN_GAMES, finished_episodes
 from common.errors import InputError, TrainingError, flag
 
 PACKAGES = ("numpy", "gymnasium", "procgen", "procgen-mirror")
-SAVE_SECONDS = 60  # a model younger than this is not saved again before the run ends
+CSV_COLUMNS = {
+    "progress.csv": ("step", "seconds", "episodes", "episodic_return", "last_100_return"),
+    "episodes.csv": ("step", "seconds", "env", "episodic_return", "episodic_length"),
+}
 LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
 
 
@@ -63,11 +69,46 @@ def make_run_dir(args: Any) -> Path:
             path = name.with_name(f"{name.name}-{number}")
 
 
+def lock_folder(path: Path) -> IO:
+    """Lock a run's folder against other processes, until the file returned is closed or this process ends.
+
+    Raises:
+        InputError: another process has locked it.
+        OSError: nothing can be written there.
+    """
+    file = (path / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(f"{path} is in use by another process: wait for its end, or stop it.") from None
+    except OSError as error:
+        print(f"note: {path} cannot be locked ({error.strerror}): see that no other run uses it", file=sys.stderr)
+    return file
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all, even if the machine loses power."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # the new name
+    os.close(folder)
+
+
 class Run:
     """One run's folder and its progress display.
 
     The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), TensorBoard events,
-    `progress.csv` (a row an iteration), `episodes.csv` (a row an episode) and `model.pt`.
+    `progress.csv` (a row an iteration) and `episodes.csv` (a row an episode).
 
     Args:
         args: the script's `Args`.
@@ -75,20 +116,46 @@ class Run:
         agent: its parameters are counted for the header.
         device: shown in the header.
         total_steps: environment steps at which the run will end.
+        resumed: what `find_run` has returned. The logs of the run are then cut back to where its checkpoint stands.
 
     Raises:
         InputError: the folder cannot be written, or Weights & Biases refuses (no login, say).
     """
 
-    def __init__(self, args: Any, *, script: str, agent: torch.nn.Module, device: torch.device, total_steps: int):
-        self.args, self.total_steps = args, total_steps
+    def __init__(
+        self,
+        args: Any,
+        *,
+        script: str,
+        agent: torch.nn.Module,
+        device: torch.device,
+        total_steps: int,
+        resumed: Any = None,
+    ):
+        self.args = args = dataclasses.replace(args, resume=None)  # which is asked of a process, not of the run
+        self.script, self.device, self.total_steps = script, device, total_steps
+        checkpoint = resumed and resumed.checkpoint
+        state = (
+            checkpoint["run"] if checkpoint else {"seconds": 0.0, "recent": [], "new_returns": [], "num_episodes": 0}
+        )
+        meta = provenance(command(args, script), device) | {"script": script, "finished": None, "resumed": []}
+        self.made_with = f"commit {meta['commit']}, PyTorch {meta['versions']['torch']}"
         try:
-            self.path = path = make_run_dir(args)
-            self.write_json("args.json", dataclasses.asdict(args))
-            self.write_json("meta.json", provenance(command(args, script), device))
-            self.files = [(path / name).open("w", newline="", buffering=1) for name in ("progress.csv", "episodes.csv")]
+            if resumed is None:
+                self.path = make_run_dir(args)
+                self.lock = lock_folder(self.path)
+            else:
+                self.path, self.lock, _ = resumed
+                meta = self.resumed_meta(meta, checkpoint["step"] if checkpoint else 0)
+                self.cut_logs(state.get("logs", {}))
+                time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
+            path = self.path
+            self.write_json("meta.json", meta)
+            self.write_json("args.json", dataclasses.asdict(args))  # what makes the folder one to resume
+            self.files = {name: (path / name).open("a", newline="", buffering=1) for name in CSV_COLUMNS}
         except OSError as error:
             raise cannot_write(args, error) from error
+        self.meta = meta
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.wandb_run = None
         if args.track:
@@ -98,42 +165,96 @@ class Run:
                 self.wandb_run = wandb.init(
                     project=args.wandb_project_name,
                     entity=args.wandb_entity,
+                    id=re.sub(r"\W", "-", path.name),
+                    resume="allow",
                     name=path.name,
-                    dir=path,
+                    dir=path.parent,  # not in the run's folder, where it would copy its own copies of the events
                     config=dataclasses.asdict(args),
                     sync_tensorboard=True,
                     save_code=True,
                 )
             except wandb.errors.UsageError as error:  # no login, say
-                shutil.rmtree(path)
+                if resumed is None:
+                    shutil.rmtree(path)
                 raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
-        self.progress_csv, self.episodes_csv = (csv.writer(file, lineterminator="\n") for file in self.files)
-        self.progress_csv.writerow(("step", "seconds", "episodes", "episodic_return", "last_100_return"))
-        self.episodes_csv.writerow(("step", "seconds", "env", "episodic_return", "episodic_length"))
+        self.csv = {name: csv.writer(file, lineterminator="\n") for name, file in self.files.items()}
         self.writer = SummaryWriter(str(path))
-        table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-        self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
+        if checkpoint is None:
+            for name, columns in CSV_COLUMNS.items():
+                self.csv[name].writerow(columns)
+            table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+            self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
 
-        self.recent = deque(maxlen=100)  # returns of the last 100 episodes
-        self.new_returns = []  # returns of the episodes that ended since the last row
-        self.num_episodes = self.step = 0
-        self.start = self.last_shown = time.monotonic()
-        self.last_save = -float("inf")
+        self.recent = deque(state["recent"], maxlen=100)  # returns of the last 100 episodes
+        self.new_returns = list(state["new_returns"])  # returns of the episodes that ended since the last row
+        self.num_episodes, self.step = state["num_episodes"], checkpoint["step"] if checkpoint else 0
+        self.last_shown = time.monotonic()
+        self.start = self.last_shown - state["seconds"]
         parameters = sum(parameter.numel() for parameter in agent.parameters())
         task = f"{args.env_id} ({args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else args.env_id
         print(
             f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision} | "
-            f"{parameters:,} parameters | {path}",
+            f"{parameters:,} parameters | {path}" + (f" | resumed at step {self.step:,}" if resumed else ""),
             flush=True,
         )
         self.bar = tqdm(
             total=total_steps,
+            initial=self.step,
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} steps  SPS {rate_fmt}{postfix}  ETA {remaining}",
             unit="",
             unit_scale=True,
             disable=not sys.stderr.isatty(),
         )
-        self.save_model(agent)
+
+    def resumed_meta(self, meta: dict[str, Any], step: int) -> dict[str, Any]:
+        """The run's first `meta.json`, with this process in its list of those that went on with it."""
+        here = {key: meta[key] for key in ("commit", "dirty", "versions", "machine", "started")} | {"step": step}
+        first = read_json(self.path / "meta.json")
+        if "resumed" not in first:
+            print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
+            first = meta
+        return first | {"command": meta["command"], "finished": None, "resumed": [*first["resumed"], here]}
+
+    def cut_logs(self, sizes: Mapping[str, int]) -> None:
+        """Cut the logs back to `sizes`, in bytes by name: what was written after that will be written again."""
+        for file in self.log_files():
+            size = sizes.get(file.name, 0)
+            if file.stat().st_size < size:
+                print(f"warning: {file} has lost some of its last lines", file=sys.stderr)
+            elif size or file.suffix == ".csv":
+                os.truncate(file, size)
+            else:
+                file.unlink()
+
+    def log_files(self) -> list[Path]:
+        return [path for pattern in ("*.csv", "events.out.tfevents.*") for path in self.path.glob(pattern)]
+
+    def sync(self) -> None:
+        """See to it that the logs survive a loss of power."""
+        for file in self.log_files():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics, and the sizes of all logs."""
+        with self.logging():
+            self.writer.flush()
+            sizes = {file.name: file.stat().st_size for file in self.log_files()}
+        return {
+            "seconds": time.monotonic() - self.start,
+            "recent": list(self.recent),
+            "new_returns": list(self.new_returns),
+            "num_episodes": self.num_episodes,
+            "logs": sizes,
+        }
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Turn an error of the file system into a TrainingError: a log with a gap would be no log of this run."""
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 
     def episodes(self, step: int, infos: Mapping[str, Any]) -> None:
         """Record every episode that `infos` (of the vector environment's step) reports as finished."""
@@ -142,35 +263,39 @@ class Run:
 
     def episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
         """Record an episode of environment number `env` that finished at `step`."""
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        if len(self.games) > 1:
-            game = self.games[env % len(self.games)]
-            self.writer.add_scalar(f"charts/episodic_return/{game}", episodic_return, step)
         seconds = f"{time.monotonic() - self.start:.1f}"
-        self.episodes_csv.writerow((step, seconds, env, f"{episodic_return:.6g}", length))
+        with self.logging():
+            self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+            self.writer.add_scalar("charts/episodic_length", length, step)
+            if len(self.games) > 1:
+                game = self.games[env % len(self.games)]
+                self.writer.add_scalar(f"charts/episodic_return/{game}", episodic_return, step)
+            self.csv["episodes.csv"].writerow((step, seconds, env, f"{episodic_return:.6g}", length))
         self.recent.append(episodic_return)
         self.new_returns.append(episodic_return)
         self.num_episodes += 1
         self.show(step)
 
-    def log(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, torch.Tensor | float], batch: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Write the metrics of an iteration that ended at `step` and show the progress.
 
         This is where the host waits for the device, once an iteration.
 
         Raises:
-            TrainingError: a metric is NaN or infinite.
+            TrainingError: a metric is NaN or infinite (the error then carries `batch`), or nothing can be written.
         """
         values = {tag: float(value) for tag, value in metrics.items()}
         seconds = time.monotonic() - self.start
         sps = step / seconds
-        for tag, value in (values | {"charts/SPS": sps}).items():
-            self.writer.add_scalar(tag, value, step)
-        self.writer.flush()
         new, recent = f"{mean(self.new_returns):.6g}", f"{mean(self.recent):.6g}"
-        self.progress_csv.writerow((step, f"{seconds:.1f}", len(self.new_returns), new, recent))
-        self.require_finite(step, values)
+        with self.logging():
+            for tag, value in (values | {"charts/SPS": sps}).items():
+                self.writer.add_scalar(tag, value, step)
+            self.writer.flush()
+            self.csv["progress.csv"].writerow((step, f"{seconds:.1f}", len(self.new_returns), new, recent))
+        require_finite(step, values, batch)
         self.new_returns.clear()
         self.step = step
         self.show(step, last=step >= self.total_steps)
@@ -179,16 +304,6 @@ class Run:
         if not self.recent:
             return "no episode finished yet"
         return f"last-100-episodes return {mean(self.recent):.2f}"
-
-    def require_finite(self, step: int, metrics: Mapping[str, torch.Tensor | float]) -> None:
-        """Raise TrainingError for the first metric that is NaN or infinite."""
-        for tag, value in metrics.items():
-            if not np.isfinite(float(value)):
-                self.fail(f"{tag} is {float(value)} at step {step:,}")
-
-    def fail(self, reason: str) -> None:
-        self.bar.close()
-        raise TrainingError(f"{reason}: the run stops; its last good model is {self.path / 'model.pt'}")
 
     def show(self, step: int, phase: str = "", last: bool = False) -> None:
         """Move the bar to `step`, beside it the summary and what is being done, if `phase` says so; without a terminal,
@@ -209,49 +324,52 @@ class Run:
             left = "not known"
         print(f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {text}  ETA {left}", flush=True)
 
-    def save_model(self, agent: torch.nn.Module, final: bool = False) -> None:
-        """Write `model.pt` atomically, at most once in SAVE_SECONDS unless `final`.
-
-        It is a dict of "agent" (the state_dict), "args" and "step" that `torch.load(..., weights_only=True)` accepts.
-
-        Raises:
-            TrainingError: a parameter is NaN or infinite; the model on disk stays as it is.
-        """
-        finite = torch.stack([parameter.isfinite().all() for parameter in agent.parameters()]).tolist()
-        for (name, _), is_finite in zip(agent.named_parameters(), finite, strict=True):
-            if not is_finite:
-                self.fail(f"{name} is not finite after step {self.step:,}")
-        if not final and time.monotonic() - self.last_save < SAVE_SECONDS:
-            return
-        self.last_save = time.monotonic()
-        temporary = self.path / "model.pt.tmp"
-        with temporary.open("wb") as file:
-            weights = {name: value.cpu() for name, value in agent.state_dict().items()}
-            torch.save({"agent": weights, "args": dataclasses.asdict(self.args), "step": self.step}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / "model.pt")
-
-    def finish(self, agent: torch.nn.Module, stopped_at: int | None = None) -> None:
-        """Save the model, close all files and print the summary, also of a run that was stopped before its end."""
-        if stopped_at is not None:
-            self.step = stopped_at
-        self.save_model(agent, final=True)
-        self.bar.close()
-        self.writer.close()
-        for file in self.files:
-            file.close()
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
+    def finish(self, end: str) -> None:
+        """Close all files and print the summary of a run that is "done" or was "stopped"."""
+        if end == "done":
+            with self.logging():
+                self.write_json("meta.json", self.meta | {"finished": utc_now()})
+        self.close()
         seconds = time.monotonic() - self.start
-        end = "done" if stopped_at is None else "stopped"
         print(
             f"{end}: {self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
             f"{self.num_episodes:,} episodes, {self.summary()} | model: {self.path / 'model.pt'}"
         )
 
+    def close(self) -> None:
+        """Close all files and unlock the folder. What cannot be written is reported elsewhere."""
+        self.bar.close()
+        for close in (self.writer.close, *(file.close for file in self.files.values())):
+            with suppress(OSError):
+                close()
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
+        self.lock.close()
+
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
+        write_atomically(self.path / name, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds a dict; an empty one if it does not, or cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):  # the second is of a file that is no JSON, or no text
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def require_finite(
+    step: int, metrics: Mapping[str, torch.Tensor | float], batch: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Raise TrainingError, with the batch that they are of, for the first metric that is NaN or infinite."""
+    for tag, value in metrics.items():
+        if not np.isfinite(float(value)):
+            raise TrainingError(f"{tag} is {float(value)} at step {step:,}", batch)
+
+
+def utc_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def mean(values: Collection[float]) -> float:
@@ -293,7 +411,7 @@ def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
         "dirty": None if status is None else bool(status),
         "versions": versions,
         "machine": machine,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": utc_now(),
     }
 
 

@@ -110,6 +110,32 @@ class CrashEnv(CountEnv):
         return super().step(action)
 
 
+class OpaqueEnv(CountEnv):
+    """Keeps its state in an object of its own; counts its episodes in the observation."""
+
+    observation_space = gym.spaces.Box(0, 1000, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        _, info = super().reset(seed=seed)
+        self.world = [object()]
+        return np.array([self.np_random.integers(100)], np.float32), info
+
+
+class SpoiltEnv(CountEnv):
+    """Gives a bad observation or reward in its 25th step."""
+
+    spoilt = ("reward", 0.0)
+    steps = 0
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        self.steps += 1
+        what, value = self.spoilt
+        if self.steps == 25:
+            obs, reward = (obs * value, reward) if what == "observation" else (obs, value)
+        return obs, reward, *rest
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _register_tasks():
     gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
@@ -118,3 +144,5 @@ def _register_tasks():
     gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
     gym.register("TestCue-v0", CueEnv)
     gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
+    gym.register("TestOpaque-v0", OpaqueEnv, max_episode_steps=5)
+    gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)

@@ -21,8 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_losses import ACTION_SPACES, VECTOR
 
 import impala
-from common.actors import ActorError, ActorThreads
+from common.actors import ActorThreads
 from common.envs import RewardNormalizer, make_envs
+from common.errors import TrainingError
 
 ROOT = Path(__file__).parent.parent
 SPACES = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
@@ -49,13 +50,13 @@ def random_unrolls(agent, space, num_steps=6, batch_size=4, end=0.3):
     return impala.Unroll(obs, actions, logprobs, rewards, dones, truncation_values, state)
 
 
-def play(env_id, num_envs, num_steps, count, reward_normalizer=None, **settings):
+def play(env_id, num_envs, num_steps, count, **settings):
     """The first `count` unrolls that an actor yields, and its agent."""
     envs = make_envs(env_id, num_envs, seed=0)
     agent, _ = make_agent(envs.single_action_space, envs.single_observation_space, **settings)
     args = impala.Args(num_steps=num_steps, seed=0, **settings)
-    policy, device = impala.PublishedPolicy(agent), torch.device("cpu")
-    actor = impala.act(envs, 10, policy, reward_normalizer, args, device, threading.Event())
+    policy, device = impala.PublishedPolicy(agent, 0), torch.device("cpu")
+    actor = impala.act(envs, 10, policy, {}, args, device, threading.Event())
     unrolls = [next(actor) for _ in range(count)]
     actor.close()
     envs.close()
@@ -272,26 +273,28 @@ def test_unrolls_hold_what_the_policy_did():
     torch.testing.assert_close(batch.rewards, expected)
 
 
-def test_actors_share_one_reward_scale():
-    """Segments of two halves of the environments enter the same statistics, each with its own running returns."""
+def test_rewards_are_scaled_in_order_of_time():
+    """As if each environment's unrolls had come one by one, a round of all environments at a time."""
     rng = np.random.default_rng(0)
-    rewards, dones = rng.normal(size=(2, 5, 4)).astype(np.float32), rng.random((2, 5, 4)) < 0.2
-    whole, halves = RewardNormalizer(4, 0.9), RewardNormalizer(4, 0.9)
-    for segment, done in zip(rewards, dones, strict=True):
-        scaled = whole(segment, done)
-        halves(segment[:, :2], done[:, :2], slice(0, 2))
-        second = halves(segment[:, 2:], done[:, 2:], slice(2, 4))
-        np.testing.assert_allclose(second, scaled[:, 2:], rtol=1e-5)
-    assert halves.returns.tolist() == whole.returns.tolist()
-    raw, _ = play("TestBits-v0", num_envs=2, num_steps=8, count=2, reward_norm="none")
-    normalizer = RewardNormalizer(12, 0.9)
-    scaled, _ = play("TestBits-v0", num_envs=2, num_steps=8, count=2, reward_normalizer=normalizer)
-    rewards = np.stack([each.unroll.rewards.numpy() for each in raw], 1)
-    dones = np.stack([each.unroll.dones.numpy() for each in raw], 1)
-    expected = RewardNormalizer(2, 0.9)(rewards, dones)
-    np.testing.assert_allclose(np.stack([each.unroll.rewards.numpy() for each in scaled], 1), expected, rtol=1e-6)
-    assert normalizer.returns[:10].tolist() == [0] * 10
-    assert (normalizer.returns[10:] != 0).all()
+    rewards, dones = rng.normal(size=(3, 5, 4)).astype(np.float32), rng.random((3, 5, 4)) < 0.2
+    plain, mine = RewardNormalizer(6, 0.9), RewardNormalizer(6, 0.9)
+    envs = [2, 5, 2, 0, 5, 3, 0, 2, 3, 0, 3, 5]  # three rounds, as two actors may hand them over
+    order = [[envs.index(env), 0, 0] for env in (0, 2, 3, 5)]
+    for column in order:
+        for count in (1, 2):
+            column[count] = envs.index(envs[column[0]], column[count - 1] + 1)
+    batch = np.empty((2, 5, 12), np.float32)
+    expected = np.empty((5, 12), np.float32)
+    for count in range(3):
+        columns = [column[count] for column in order]
+        batch[:, :, columns] = rewards[count], dones[count]
+        expected[:, columns] = plain(rewards[count], dones[count], [0, 2, 3, 5])
+    nothing = [None] * 4
+    unrolls = impala.Unroll(*nothing[:3], *map(torch.as_tensor, batch), *nothing[:2])
+    np.testing.assert_allclose(impala.scale_rewards(unrolls, envs, mine), expected, rtol=1e-5)
+    np.testing.assert_allclose(mine.returns, plain.returns)
+    assert mine.returns[[1, 4]].tolist() == [0, 0]
+    assert mine.var == pytest.approx(plain.var)
 
 
 def short_args(tmp_path, **settings):
@@ -339,7 +342,7 @@ def test_every_unroll_is_played_by_one_published_policy(tmp_path, monkeypatch):
 
 def test_a_published_policy_is_not_touched_by_training():
     agent, args = make_agent()
-    policy = impala.PublishedPolicy(agent)
+    policy = impala.PublishedPolicy(agent, 0)
     published, version = policy.newest
     before = copy.deepcopy(published.state_dict())
     impala.update(agent, torch.optim.Adam(agent.parameters(), lr=0.1), random_unrolls(agent, agent.action_space), args)
@@ -439,7 +442,7 @@ def test_a_hanging_actor_is_given_up(stop, monkeypatch, capsys):
     release = threading.Event()
     threads = ActorThreads([hang(release), count_up(stop, delay=0.01)], 2, 4, stop)
     deadline = time.monotonic() + 10
-    with pytest.raises(ActorError, match="actor 0 has given nothing for 1 s"):
+    with pytest.raises(TrainingError, match="actor 0 has given nothing for 1 s"):
         any(time.monotonic() > deadline for _ in iter(threads.__next__, None))
     assert threads.close() is True
     assert capsys.readouterr().err == "note: actor 0 cannot be stopped and is left behind\n"
@@ -620,7 +623,8 @@ def test_signals_end_a_run(sent, code, num_actors, tmp_path):
     assert not processes_of_session(process.pid)
     assert errors == f"stopped by {'Ctrl-C' if code == 130 else 'SIGTERM'}\n"
     (path,) = tmp_path.glob("runs/*/model.pt")
-    assert output.splitlines()[-1].startswith("stopped: ")
+    assert output.splitlines()[-2].startswith("stopped: ")
+    assert output.splitlines()[-1].startswith("resume with: python impala.py --resume runs/")
     saved = torch.load(path, weights_only=True)
     assert saved["step"] > 0
     assert all(value.isfinite().all() for value in saved["agent"].values())

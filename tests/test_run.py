@@ -105,12 +105,14 @@ def test_folder(finished):
     names = sorted(path.name for path in finished.path.iterdir())
     assert [name for name in names if not name.startswith("events.out.tfevents.")] == [
         "args.json",
+        "checkpoints",
         "episodes.csv",
+        "lock",
         "meta.json",
         "model.pt",
         "progress.csv",
     ]
-    assert len(names) == 6
+    assert len(names) == 8
 
 
 def test_args_json(finished):
@@ -373,9 +375,9 @@ def test_track_offline(tmp_path):
     folders = {name: str(tmp_path / "wandb") for name in names}  # else it writes below the home folder
     result = run_python(tmp_path, ROOT / "ppo.py", *flags(args), WANDB_MODE="offline", **folders)
     assert result.returncode == 0, result.stderr
-    (path,) = (tmp_path / "runs").iterdir()
+    (path,) = (tmp_path / "runs").glob("CartPole*")
     assert (path / "model.pt").exists()
-    (log,) = tmp_path.rglob("offline-run-*/run-*.wandb")
+    (log,) = tmp_path.glob(f"runs/wandb/offline-run-*/run-{path.name}.wandb")
     content = log.read_bytes()
     for word in (*CLEANRL_TAGS, path.name):
         assert word.encode() in content, word

@@ -1,0 +1,391 @@
+"""Checkpoints and exact resume: a run that dies and is resumed is the same run.
+
+After each iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory: parameters,
+optimisers, reward scale, random generators, the environments' own state, statistics, and how long each log is. The
+copy is written to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and whenever the run ends: by
+its last step, a signal, an error. So a signal never waits for an iteration to end, and loses that iteration alone.
+
+Files are written under another name, synced and renamed. `<step>.sha256` beside a checkpoint is what `sha256sum -c`
+takes. Nothing is unpickled but tensors and plain values (`weights_only=True`).
+"""
+
+import dataclasses
+import hashlib
+import io
+import random
+import shlex
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from common.env_state import decode, encode
+from common.errors import InputError, TrainingError, flag
+from common.run import Run, cannot_write, lock_folder, read_json, write_atomically
+
+FORMAT = 1
+CONTENT = {"format": int, "script": str, "args": dict, "step": int, "made_with": str, "run": dict, "agent": dict}
+# What a resumed run may change. All else is refused, for it would be another run.
+MAY_CHANGE = {
+    *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
+    *("device", "torch_deterministic", "num_threads"),
+    *("track", "wandb_project_name", "wandb_entity", "capture_video"),
+}
+
+
+class Damaged(Exception):
+    """A file that is no whole checkpoint. The message completes "<file> ..."."""
+
+
+class Resumed(NamedTuple):
+    """A run to go on with."""
+
+    path: Path
+    lock: IO  # held while the file is open
+    checkpoint: dict[str, Any] | None  # None where the run died before its first
+
+
+# ----------------------------------------------------------------------------------------------------- finding a run
+
+
+def saved_args(args_class: type) -> Any:
+    """Defaults for the command line: the settings of the run that `--resume RUN_DIR` names, or else `args_class()`."""
+    words = sys.argv[1:]
+    given = [after for word, after in zip(words, [*words[1:], ""], strict=True) if word == "--resume"]
+    given += [word.removeprefix("--resume=") for word in words if word.startswith("--resume=")]
+    if not given or given[-1] in ("auto", "None"):
+        return args_class()
+    settings = read_args(Path(given[-1]))
+    unknown = settings.keys() ^ {field.name for field in dataclasses.fields(args_class)}
+    if unknown:
+        names = ", ".join(map(flag, sorted(unknown)))
+        raise InputError(f"--resume {given[-1]}: that run is of a script with other flags ({names}).")
+    return args_class(**settings | {"resume": None})
+
+
+def read_args(path: Path) -> dict[str, Any]:
+    """The settings of the run in folder `path`."""
+    settings = read_json(path / "args.json")
+    if not settings:
+        raise InputError(f"--resume {path}: no run folder with a readable args.json is there.")
+    return settings
+
+
+def find_run(args: Any, script: str) -> Resumed | None:
+    """Find, lock and read the run that `--resume` asks for; None for a new run.
+
+    `auto` takes the newest run in `--runs-dir` that has not ended, is not in use, and has the same settings.
+
+    Raises:
+        InputError: no such run, a setting that must not change, a run in use, or no checkpoint that can be read.
+    """
+    if args.resume is None:
+        return None
+    if args.resume != "auto":
+        return open_run(Path(args.resume), args, script)
+    for path in unfinished_runs(args, script):
+        try:
+            return open_run(path, args, script)
+        except InputError as error:
+            print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
+    print(f"--resume auto: no run with these settings waits in {args.runs_dir}, so that a new one starts", flush=True)
+    return None
+
+
+def unfinished_runs(args: Any, script: str) -> list[Path]:
+    """Run folders in --runs-dir with the settings of `args` that have not ended, the newest first."""
+    found = []
+    for path in Path(args.runs_dir).glob("*/"):
+        settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
+        if (
+            meta.get("script") == script
+            and not meta["finished"]
+            and not differences(args, settings, {"total_timesteps"})
+        ):
+            found.append((meta["started"], path.stat().st_ctime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def differences(args: Any, settings: dict[str, Any], also: set[str] = frozenset()) -> list[str]:
+    """Names of the settings of `args` that a resumed run must not change, and those of `also`, which differ."""
+    fixed = [field.name for field in dataclasses.fields(args) if field.name not in MAY_CHANGE or field.name in also]
+    return [name for name in fixed if name not in settings or settings[name] != getattr(args, name)]
+
+
+def open_run(path: Path, args: Any, script: str) -> Resumed:
+    settings = read_args(path)
+    try:
+        lock = lock_folder(path)
+    except OSError as error:
+        raise InputError(f"--resume {path}: nothing can be written there ({error.strerror}).") from error
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
+        print(f"note: {path} has no checkpoint yet, so that it starts from the beginning", file=sys.stderr)
+    else:
+        settings = checkpoint["args"]
+        if checkpoint["script"] != script:
+            raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
+        if checkpoint["step"] >= args.total_timesteps and read_json(path / "meta.json").get("finished"):
+            raise InputError(
+                f"--resume {path}: all of its {checkpoint['step']:,} steps are made: raise --total-timesteps to go on."
+            )
+    changed = differences(args, settings)
+    if changed:
+        listed = ", ".join(
+            f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed
+        )
+        raise InputError(
+            f"--resume {path}: a resumed run cannot change {listed}; to start a new run from its weights, use "
+            f"--init-from {path}."
+        )
+    return Resumed(path, lock, checkpoint)
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The checkpoints of the run in folder `path`, the newest first."""
+    return sorted((path / "checkpoints").glob("[0-9]*.pt"), reverse=True)
+
+
+def newest_checkpoint(path: Path) -> dict[str, Any] | None:
+    """The newest checkpoint that can be read, with a warning for each that cannot; None where there is none at all."""
+    files = checkpoint_files(path)
+    for file in files:
+        try:
+            return read_checkpoint(file)
+        except Damaged as error:
+            print(f"warning: {file} {error}: it is skipped", file=sys.stderr)
+    if files:
+        raise InputError(f"--resume {path}: none of its {len(files)} checkpoints can be read.")
+    return None
+
+
+def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    data = buffer.getbuffer()
+    # The checksum first: without its checkpoint it does no harm.
+    write_atomically(path.with_suffix(".sha256"), f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode())
+    write_atomically(path, data)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint of this format. Raises Damaged; runs no code that the file might hold."""
+    try:
+        data, checksum = path.read_bytes(), path.with_suffix(".sha256").read_bytes()
+    except OSError as error:
+        raise Damaged(f"cannot be read ({error.strerror}: {Path(error.filename).name})") from error
+    if hashlib.sha256(data).hexdigest().encode() != checksum.partition(b" ")[0]:
+        raise Damaged("is damaged (its checksum does not match)")
+    content = unpickle(io.BytesIO(data))
+    if not all(isinstance(content.get(name), kind) for name, kind in CONTENT.items()) or content["format"] != FORMAT:
+        raise Damaged("is no checkpoint of this version")
+    return content
+
+
+def unpickle(file: Path | IO) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever foreign bytes drive the unpickler to
+        raise Damaged("is no checkpoint (PyTorch cannot load it as plain tensors)") from error
+    if not isinstance(content, dict):
+        raise Damaged("is no checkpoint")
+    return content
+
+
+def load_weights(agent: torch.nn.Module, source: str) -> None:
+    """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
+
+    Raises:
+        InputError: there are none, or they are of another network.
+    """
+    path = Path(source)
+    path = path / "model.pt" if path.is_dir() else path
+    try:
+        with zipfile.ZipFile(path) as archive:
+            whole = archive.testzip() is None
+        weights = unpickle(path)["agent"]
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, Damaged, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged or holds no agent"
+        raise InputError(f"--init-from {source}: {path} cannot be loaded ({reason}).") from error
+    if not whole:
+        raise InputError(f"--init-from {source}: {path} is damaged.")
+    own = agent.state_dict()
+    wrong = [
+        name
+        for name in own
+        if not isinstance(weights, dict) or getattr(weights.get(name), "shape", None) != own[name].shape
+    ]
+    if wrong or weights.keys() != own.keys():
+        name = next(iter(wrong or weights.keys() - own.keys()))
+        raise InputError(f"--init-from {source}: its network is another one ({name} does not fit): use the same flags.")
+    agent.load_state_dict(weights)
+
+
+# -------------------------------------------------------------------------------------------------------------- a run
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that `setup_device` seeds."""
+    states = {"python": random.getstate(), "numpy": encode(np.random.get_state()), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(decode(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def copy_to_cpu(value: Any) -> Any:
+    """A copy of nested dicts, lists and tuples that shares no tensor with `value`."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to_cpu(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(copy_to_cpu, value))
+    return value
+
+
+class Checkpoints:
+    """Around a script's loop: `save` at each iteration's end, and whatever ends the loop, the run can be resumed.
+
+    Args:
+        run: its folder, logs and settings.
+        resumed: what `find_run` has returned. `loop` is then what the script gave to `save`; else it is None.
+        agent: its parameters are also written as `model.pt`.
+        parts: what else has a `state_dict` and belongs to the run; None is left out.
+    """
+
+    def __init__(self, run: Run, resumed: Resumed | None, *, agent: torch.nn.Module, **parts: Any):
+        self.run, self.args, self.agent = run, run.args, agent
+        self.parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
+        self.folder = run.path / "checkpoints"
+        self.loop = self.snapshot = self.written = None
+        self.last_write = time.monotonic()
+        checkpoint = resumed and resumed.checkpoint
+        if checkpoint is not None:
+            self.load(checkpoint)
+        try:
+            write_model(run.path, agent.state_dict(), self.args, run.step)
+        except OSError as error:
+            raise cannot_write(self.args, error) from error
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        run = self.run
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint[name])
+            set_random_states(checkpoint["random"], run.device)
+            self.loop, self.written = checkpoint["loop"], checkpoint["step"]
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise InputError(f"--resume {run.path}: its checkpoint does not fit this script ({error!r}).") from error
+        for file in checkpoint_files(run.path):  # damaged ones; they must not outlive those that are written now
+            if int(file.stem) > self.written:
+                file.unlink()
+        if checkpoint["made_with"] != run.made_with:
+            print(f"note: made with {checkpoint['made_with']}, resumed with {run.made_with}", file=sys.stderr)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def save(self, step: int, **loop: Any) -> None:
+        """Take a copy of the run as it is after `step` steps; write it if the last one written is old enough.
+
+        Args:
+            loop: what else the script needs to go on: tensors and plain values.
+
+        Raises:
+            TrainingError: a parameter is NaN or infinite; the copy before this stays.
+        """
+        finite = torch.stack([parameter.isfinite().all() for parameter in self.agent.parameters()]).tolist()
+        for (name, _), is_finite in zip(self.agent.named_parameters(), finite, strict=True):
+            if not is_finite:
+                raise TrainingError(f"{name} is not finite after step {step:,}")
+        content = {name: part.state_dict() for name, part in self.parts.items()}
+        self.snapshot = copy_to_cpu(content) | {
+            "format": FORMAT,
+            "script": self.run.script,
+            "args": dataclasses.asdict(self.args),
+            "step": step,
+            "made_with": self.run.made_with,
+            "run": self.run.state_dict(),
+            "random": random_states(self.run.device),
+            "loop": copy_to_cpu(loop),
+        }
+        if time.monotonic() - self.last_write >= 60 * self.args.checkpoint_interval:
+            self.last_write = time.monotonic()
+            try:
+                self.write()
+            except OSError as error:
+                last = "there is none yet" if self.written is None else f"the last is of step {self.written:,}"
+                print(
+                    f"warning: no checkpoint at step {step:,} ({error.strerror}), {last}; the run goes on",
+                    file=sys.stderr,
+                )
+
+    def write(self) -> None:
+        """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
+        if self.snapshot is None or self.snapshot["step"] == self.written:
+            return
+        self.run.sync()
+        self.folder.mkdir(exist_ok=True)
+        write_checkpoint(self.folder / f"{self.snapshot['step']:012}.pt", self.snapshot)
+        write_model(self.run.path, self.snapshot["agent"], self.args, self.snapshot["step"])
+        self.written = self.snapshot["step"]
+        for file in checkpoint_files(self.run.path)[self.args.keep_checkpoints :]:
+            file.unlink()
+            file.with_suffix(".sha256").unlink(missing_ok=True)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        path, unwritten = self.run.path, None
+        again = f"python {self.run.script} --resume {shlex.quote(str(path))}"
+        try:
+            self.write()
+        except OSError as failure:
+            unwritten = f"the newest checkpoint cannot be written ({failure.strerror})"
+        if error is None and unwritten is None:
+            self.run.finish("done")
+        elif error is None:
+            self.run.close()
+            raise TrainingError(
+                f"the run is complete, but {unwritten}: free some space and repeat its end with {again}"
+            )
+        elif isinstance(error, KeyboardInterrupt):
+            self.run.finish("stopped")
+            print(*filter(None, [unwritten]), f"resume with: {again}", sep="\n", flush=True)
+        else:
+            self.run.close()
+        if isinstance(error, TrainingError):
+            batch = error.batch and write_batch(path / "bad_batch.pt", error.batch)
+            model = f"its last good model is {path / 'model.pt'}"
+            raise TrainingError(
+                "; ".join(filter(None, [f"{error}: the run stops", model, unwritten, batch or f"resume with: {again}"]))
+            ) from error
+
+
+def write_model(path: Path, weights: dict[str, torch.Tensor], args: Any, step: int) -> None:
+    """Write `model.pt`: a dict of "agent", "args" and "step" that `torch.load(..., weights_only=True)` accepts."""
+    buffer = io.BytesIO()
+    torch.save({"agent": copy_to_cpu(weights), "args": dataclasses.asdict(args), "step": step}, buffer)
+    write_atomically(path / "model.pt", buffer.getbuffer())
+
+
+def write_batch(path: Path, batch: dict[str, torch.Tensor]) -> str:
+    """Write what a run has stumbled over; return a sentence on where it lies."""
+    try:
+        torch.save(copy_to_cpu(batch), path)
+    except (OSError, RuntimeError) as error:  # the second is PyTorch's own for a full disk
+        path.unlink(missing_ok=True)
+        return f"the batch could not be written ({error})"
+    return f"the batch is {path}"
