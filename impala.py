@@ -54,7 +54,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
 from common.device import setup_device
-from common.env_state import env_states, load_env_states
+from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
 from common.run import Run, check_run, require_finite
@@ -438,7 +438,7 @@ def start_envs(
     if ends:
         states = [ends.get(first_env + n, each) for n, each in enumerate(env_states(envs, obs))]
         obs = load_env_states(envs, states)
-        for n, each in enumerate(states):
+        for n, each in enumerate(states if replayable(states) else []):  # no memory of an episode that was lost
             if "recurrent" in each:
                 state[:, n] = each["recurrent"]
     if obs.dim() == 2:
@@ -501,10 +501,10 @@ def act(
             truncation_values,
             first_state,
         )
-        ends = env_states(envs, obs)
+        ends, recurrent = env_states(envs, obs), state.cpu()
         for env in range(num_envs):
             unroll = Unroll(*(field[:, env] for field in unrolls))
-            end = ends[env] | {"recurrent": state[:, env].cpu()}
+            end = ends[env] | {"recurrent": recurrent[:, env]}
             yield Experience(unroll, version, first_env + env, episodes[env], end)
 
 
@@ -719,7 +719,7 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     batch_steps = args.batch_size * args.num_steps
     total_steps = args.num_updates * batch_steps
-    if args.init_from and not resumed:
+    if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
     run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
@@ -731,7 +731,8 @@ def main(args: Args) -> Path:
         if checkpoints.loop:
             step, (ends, history, lags, lag_sum, lag_max) = run.step, checkpoints.loop["progress"]
             history = [{tag: value.to(device) for tag, value in metrics.items()} for metrics in history]
-        policy, stop = PublishedPolicy(agent, step // batch_steps), threading.Event()
+        first_update = step // batch_steps
+        policy, stop = PublishedPolicy(agent, first_update), threading.Event()
         actors = [
             act(envs, number * envs_per_group, policy, ends, args, device, stop) for number, envs in enumerate(groups)
         ]
@@ -739,7 +740,7 @@ def main(args: Args) -> Path:
         if args.num_actors:
             batches = ActorThreads(actors, args.batch_size, args.queue_size, stop)
         try:
-            for version in range(step // batch_steps, args.num_updates):
+            for version in range(first_update, args.num_updates):
                 learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
                 optimizer.param_groups[0]["lr"] = learning_rate
 
@@ -772,7 +773,9 @@ def main(args: Args) -> Path:
                     run.log(step, metrics)
                     history, lags = [], []
                 ends = ends | {experience.env: experience.end for experience in experiences}
-                in_hand = step // args.num_steps % args.num_envs  # unrolls that wait for their turn
+                in_hand = (
+                    (version + 1 - first_update) * args.batch_size % args.num_envs
+                )  # unrolls that wait for their turn
                 if args.num_actors or not in_hand or step == total_steps:
                     checkpoints.save(step, progress=(ends, history, lags, lag_sum, lag_max))
         finally:

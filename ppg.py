@@ -668,7 +668,7 @@ def main(args: Args) -> Path:
     aux_actions = torch.empty((num_kept, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
     total_steps = args.num_iterations * args.batch_size
-    if args.init_from and not resumed:
+    if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
     run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:

@@ -517,7 +517,7 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     total_steps = args.num_iterations * args.batch_size
-    if args.init_from and not resumed:
+    if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
     run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:

@@ -19,23 +19,26 @@ import time
 import zipfile
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 
 from common.env_state import decode, encode
-from common.errors import InputError, TrainingError, flag
+from common.errors import InputError, TrainingError, flag, hold_signals
 from common.run import Run, cannot_write, lock_folder, read_json, write_atomically
 
 FORMAT = 1
-CONTENT = {"format": int, "script": str, "args": dict, "step": int, "made_with": str, "run": dict, "agent": dict}
+CONTENT = {"format": int, "script": str, "args": dict, "step": int, "made_with": str, "run": dict, "loop": dict}
 # What a resumed run may change. All else is refused, for it would be another run.
 MAY_CHANGE = {
     *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
     *("device", "torch_deterministic", "num_threads"),
-    *("track", "wandb_project_name", "wandb_entity", "capture_video"),
+    *("track", "wandb_project_name", "wandb_entity"),
 }
+
+
+ALL_STEPS = {"total_timesteps"}
 
 
 class Damaged(Exception):
@@ -61,11 +64,22 @@ def saved_args(args_class: type) -> Any:
     if not given or given[-1] in ("auto", "None"):
         return args_class()
     settings = read_args(Path(given[-1]))
-    unknown = settings.keys() ^ {field.name for field in dataclasses.fields(args_class)}
+    hints = get_type_hints(args_class)
+    unknown = [
+        name for name in settings.keys() | hints if name not in hints or not fits(settings.get(name), hints[name])
+    ]
     if unknown:
         names = ", ".join(map(flag, sorted(unknown)))
         raise InputError(f"--resume {given[-1]}: that run is of a script with other flags ({names}).")
     return args_class(**settings | {"resume": None})
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is of an annotated type."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def read_args(path: Path) -> dict[str, Any]:
@@ -102,12 +116,9 @@ def unfinished_runs(args: Any, script: str) -> list[Path]:
     found = []
     for path in Path(args.runs_dir).glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
-        if (
-            meta.get("script") == script
-            and not meta["finished"]
-            and not differences(args, settings, {"total_timesteps"})
-        ):
-            found.append((meta["started"], path.stat().st_ctime_ns, path))
+        same = meta.get("script") == script and not differences(args, settings, ALL_STEPS)
+        if same and not meta.get("finished"):
+            found.append((str(meta.get("started")), path.stat().st_ctime_ns, path))
     return [path for *_, path in sorted(found, reverse=True)]
 
 
@@ -123,17 +134,19 @@ def open_run(path: Path, args: Any, script: str) -> Resumed:
         lock = lock_folder(path)
     except OSError as error:
         raise InputError(f"--resume {path}: nothing can be written there ({error.strerror}).") from error
-    checkpoint = newest_checkpoint(path)
+    checkpoint, meta = newest_checkpoint(path), read_json(path / "meta.json")
     if checkpoint is None:
         print(f"note: {path} has no checkpoint yet, so that it starts from the beginning", file=sys.stderr)
+        made_by = meta.get("script")
     else:
-        settings = checkpoint["args"]
-        if checkpoint["script"] != script:
-            raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
-        if checkpoint["step"] >= args.total_timesteps and read_json(path / "meta.json").get("finished"):
+        settings, made_by = checkpoint["args"], checkpoint["script"]
+        other_end = settings.get("total_timesteps") != args.total_timesteps
+        if checkpoint["step"] >= args.total_timesteps and (meta.get("finished") or other_end):
             raise InputError(
-                f"--resume {path}: all of its {checkpoint['step']:,} steps are made: raise --total-timesteps to go on."
+                f"--resume {path}: it has made {checkpoint['step']:,} steps: raise --total-timesteps to go on."
             )
+    if made_by != script:
+        raise InputError(f"--resume {path}: that is a run of {made_by}, not of {script}.")
     changed = differences(args, settings)
     if changed:
         listed = ", ".join(
@@ -151,7 +164,7 @@ def open_run(path: Path, args: Any, script: str) -> Resumed:
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The checkpoints of the run in folder `path`, the newest first."""
-    return sorted((path / "checkpoints").glob("[0-9]*.pt"), reverse=True)
+    return sorted((file for file in (path / "checkpoints").glob("*.pt") if file.stem.isdigit()), reverse=True)
 
 
 def newest_checkpoint(path: Path) -> dict[str, Any] | None:
@@ -161,7 +174,7 @@ def newest_checkpoint(path: Path) -> dict[str, Any] | None:
         try:
             return read_checkpoint(file)
         except Damaged as error:
-            print(f"warning: {file} {error}: it is skipped", file=sys.stderr)
+            print(f"warning: {file} {error}: it is skipped for the one before", file=sys.stderr)
     if files:
         raise InputError(f"--resume {path}: none of its {len(files)} checkpoints can be read.")
     return None
@@ -185,7 +198,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if hashlib.sha256(data).hexdigest().encode() != checksum.partition(b" ")[0]:
         raise Damaged("is damaged (its checksum does not match)")
     content = unpickle(io.BytesIO(data))
-    if not all(isinstance(content.get(name), kind) for name, kind in CONTENT.items()) or content["format"] != FORMAT:
+    whole = all(isinstance(content.get(name), kind) for name, kind in CONTENT.items()) and content["loop"]
+    if not whole or content["format"] != FORMAT:
         raise Damaged("is no checkpoint of this version")
     return content
 
@@ -200,6 +214,21 @@ def unpickle(file: Path | IO) -> dict[str, Any]:
     return content
 
 
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The agent in a file of PyTorch's. Raises Damaged, also where a checksum of the archive does not match."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip() is not None
+    except OSError as error:
+        raise Damaged(f"cannot be read ({error.strerror})") from error
+    except Exception:  # whatever foreign bytes drive the module to
+        damaged = True
+    weights = None if damaged else unpickle(path).get("agent")
+    if not isinstance(weights, dict):
+        raise Damaged("is damaged or holds no agent")
+    return weights
+
+
 def load_weights(agent: torch.nn.Module, source: str) -> None:
     """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
 
@@ -209,20 +238,11 @@ def load_weights(agent: torch.nn.Module, source: str) -> None:
     path = Path(source)
     path = path / "model.pt" if path.is_dir() else path
     try:
-        with zipfile.ZipFile(path) as archive:
-            whole = archive.testzip() is None
-        weights = unpickle(path)["agent"]
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, Damaged, KeyError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is damaged or holds no agent"
-        raise InputError(f"--init-from {source}: {path} cannot be loaded ({reason}).") from error
-    if not whole:
-        raise InputError(f"--init-from {source}: {path} is damaged.")
+        weights = read_weights(path)
+    except Damaged as error:
+        raise InputError(f"--init-from {source}: {path} {error}.") from error
     own = agent.state_dict()
-    wrong = [
-        name
-        for name in own
-        if not isinstance(weights, dict) or getattr(weights.get(name), "shape", None) != own[name].shape
-    ]
+    wrong = [name for name in own if getattr(weights.get(name), "shape", None) != own[name].shape]
     if wrong or weights.keys() != own.keys():
         name = next(iter(wrong or weights.keys() - own.keys()))
         raise InputError(f"--init-from {source}: its network is another one ({name} does not fit): use the same flags.")
@@ -277,9 +297,10 @@ class Checkpoints:
         if checkpoint is not None:
             self.load(checkpoint)
         try:
+            self.tidy()
             write_model(run.path, agent.state_dict(), self.args, run.step)
         except OSError as error:
-            raise cannot_write(self.args, error) from error
+            raise cannot_write(self.args, error, resumed and run.path) from error
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         run = self.run
@@ -290,11 +311,17 @@ class Checkpoints:
             self.loop, self.written = checkpoint["loop"], checkpoint["step"]
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise InputError(f"--resume {run.path}: its checkpoint does not fit this script ({error!r}).") from error
-        for file in checkpoint_files(run.path):  # damaged ones; they must not outlive those that are written now
-            if int(file.stem) > self.written:
-                file.unlink()
         if checkpoint["made_with"] != run.made_with:
             print(f"note: made with {checkpoint['made_with']}, resumed with {run.made_with}", file=sys.stderr)
+
+    def tidy(self) -> None:
+        """Remove what a killed process has left half written; rename checkpoints that were skipped, out of the way."""
+        for file in checkpoint_files(self.run.path):
+            if int(file.stem) > self.run.step:
+                file.rename(file.with_suffix(".damaged"))
+        for file in [*self.folder.glob("*.tmp"), *self.folder.glob("*.sha256")]:
+            if file.suffix == ".tmp" or not file.with_suffix(".pt").exists():
+                file.unlink()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -348,6 +375,7 @@ class Checkpoints:
             file.with_suffix(".sha256").unlink(missing_ok=True)
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        hold_signals()
         path, unwritten = self.run.path, None
         again = f"python {self.run.script} --resume {shlex.quote(str(path))}"
         try:

@@ -290,7 +290,13 @@ class RefuseNaN(VectorWrapper):
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         result = self.env.step(actions)
-        self.check({"observation": result[0], "reward": result[1], "action": actions})
+        obs, rewards, _, _, infos = result
+        self.check({"observation": obs, "reward": rewards, "action": actions})
+        if "final_obs" in infos:
+            last = obs.copy()
+            for env in np.flatnonzero(infos["_final_obs"]):
+                last[env] = infos["final_obs"][env]
+            self.check({"observation": last})
         return result
 
     def check(self, values: dict[str, np.ndarray]) -> None:

@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class InputError(ValueError):
@@ -38,9 +39,10 @@ def one_line_errors() -> Iterator[None]:
     """
     code = 0
     threading.excepthook = skip_log_writer
+    interrupt = Interrupt()
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script
-            signal.signal(number, raise_interrupt)
+            signal.signal(number, interrupt)
     try:
         yield
     except (InputError, TrainingError) as error:
@@ -50,8 +52,9 @@ def one_line_errors() -> Iterator[None]:
         number = error.args[0] if error.args else signal.SIGINT
         code = 128 + number
         print(f"stopped by {SIGNALS[number]}", file=sys.stderr)
-        for number in SIGNALS:  # the interpreter's end takes Python's handlers away
-            signal.signal(number, signal.SIG_IGN)
+    hold_signals()
+    for number in SIGNALS:  # the interpreter's end takes Python's handlers away
+        signal.signal(number, signal.SIG_IGN)
     if any(thread.name.startswith("actor") for thread in threading.enumerate()):
         # One that hangs in its environment. The interpreter's own way out would abort the process.
         sys.stdout.flush()
@@ -60,11 +63,30 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(code)
 
 
-def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    for number in SIGNALS:  # a second one must not cut short the writing of the checkpoint
-        # Not SIG_IGN yet: Python reports an error where one that has arrived already finds that in its handler's place.
-        signal.signal(number, lambda signum, frame: None)
-    raise KeyboardInterrupt(signum)
+class Interrupt:
+    """A signal handler that raises KeyboardInterrupt.
+
+    It does not again for some seconds: a second signal must not cut the way out short. Later ones count, for the first
+    may have been lost (Python drops an exception that is raised in an object's finaliser).
+    """
+
+    SECONDS = 10
+
+    def __init__(self):
+        self.last = -math.inf
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self.last > self.SECONDS:
+            self.last = time.monotonic()
+            raise KeyboardInterrupt(signum)
+
+
+def hold_signals() -> None:
+    """From now on the run ends by itself: what `one_line_errors` has made of a signal is no longer raised."""
+    for number in SIGNALS:
+        if isinstance(signal.getsignal(number), Interrupt):
+            # Not SIG_IGN: Python reports an error where a signal that has arrived finds that in its handler's place.
+            signal.signal(number, lambda signum, frame: None)
 
 
 def skip_log_writer(failure: threading.ExceptHookArgs) -> None:

@@ -36,6 +36,7 @@ CSV_COLUMNS = {
     "progress.csv": ("step", "seconds", "episodes", "episodic_return", "last_100_return"),
     "episodes.csv": ("step", "seconds", "env", "episodic_return", "episodic_length"),
 }
+EVENTS_SUFFIX = ".run"  # tells the run's own TensorBoard files from those that others put beside them
 LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
 
 
@@ -51,7 +52,9 @@ def check_run(args: Any) -> None:
         raise cannot_write(args, error) from error
 
 
-def cannot_write(args: Any, error: OSError) -> InputError:
+def cannot_write(args: Any, error: OSError, resumed: Path | None = None) -> InputError:
+    if resumed is not None:
+        return InputError(f"--resume {resumed}: nothing can be written there ({error.strerror}).")
     return InputError(f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir.")
 
 
@@ -99,9 +102,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name
-    os.close(folder)
+    with suppress(OSError):  # some file systems have no fsync for a folder, that is for the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 class Run:
@@ -139,7 +145,9 @@ class Run:
             checkpoint["run"] if checkpoint else {"seconds": 0.0, "recent": [], "new_returns": [], "num_episodes": 0}
         )
         meta = provenance(command(args, script), device) | {"script": script, "finished": None, "resumed": []}
-        self.made_with = f"commit {meta['commit']}, PyTorch {meta['versions']['torch']}"
+        changed = " with changes" if meta["dirty"] else ""
+        versions = " ".join(f"{name}-{version}" for name, version in meta["versions"].items())
+        self.made_with = f"commit {meta['commit']}{changed}, {versions}, {meta['machine']}"
         try:
             if resumed is None:
                 self.path = make_run_dir(args)
@@ -154,7 +162,7 @@ class Run:
             self.write_json("args.json", dataclasses.asdict(args))  # what makes the folder one to resume
             self.files = {name: (path / name).open("a", newline="", buffering=1) for name in CSV_COLUMNS}
         except OSError as error:
-            raise cannot_write(args, error) from error
+            raise cannot_write(args, error, resumed and self.path) from error
         self.meta = meta
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.wandb_run = None
@@ -178,7 +186,7 @@ class Run:
                     shutil.rmtree(path)
                 raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
         self.csv = {name: csv.writer(file, lineterminator="\n") for name, file in self.files.items()}
-        self.writer = SummaryWriter(str(path))
+        self.writer = SummaryWriter(str(path), filename_suffix=EVENTS_SUFFIX)
         if checkpoint is None:
             for name, columns in CSV_COLUMNS.items():
                 self.csv[name].writerow(columns)
@@ -210,7 +218,7 @@ class Run:
         """The run's first `meta.json`, with this process in its list of those that went on with it."""
         here = {key: meta[key] for key in ("commit", "dirty", "versions", "machine", "started")} | {"step": step}
         first = read_json(self.path / "meta.json")
-        if "resumed" not in first:
+        if not isinstance(first.get("resumed"), list):
             print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
             first = meta
         return first | {"command": meta["command"], "finished": None, "resumed": [*first["resumed"], here]}
@@ -227,7 +235,8 @@ class Run:
                 file.unlink()
 
     def log_files(self) -> list[Path]:
-        return [path for pattern in ("*.csv", "events.out.tfevents.*") for path in self.path.glob(pattern)]
+        """The logs that are there, and are the run's own."""
+        return [path for name in (*CSV_COLUMNS, f"events.*{EVENTS_SUFFIX}") for path in self.path.glob(name)]
 
     def sync(self) -> None:
         """See to it that the logs survive a loss of power."""
@@ -354,7 +363,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file that holds a dict; an empty one if it does not, or cannot be read."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):  # the second is of a file that is no JSON, or no text
+    except (OSError, ValueError, RecursionError):  # the last two are of a file that is no JSON, no text, or hostile
         return {}
     return content if isinstance(content, dict) else {}
 

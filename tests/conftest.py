@@ -122,7 +122,7 @@ class OpaqueEnv(CountEnv):
 
 
 class SpoiltEnv(CountEnv):
-    """Gives a bad observation or reward in its 25th step."""
+    """Gives a bad observation or reward in its 25th step, or a bad last observation in its 30th."""
 
     spoilt = ("reward", 0.0)
     steps = 0
@@ -131,8 +131,10 @@ class SpoiltEnv(CountEnv):
         obs, reward, *rest = super().step(action)
         self.steps += 1
         what, value = self.spoilt
-        if self.steps == 25:
-            obs, reward = (obs * value, reward) if what == "observation" else (obs, value)
+        if what == "reward" and self.steps == 25:
+            reward = value
+        if (what, self.steps) in (("observation", 25), ("last observation", 30)):
+            obs = obs * value
         return obs, reward, *rest
 
 

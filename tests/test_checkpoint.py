@@ -31,7 +31,7 @@ from test_run import flags, read_scalars
 import impala
 import ppg
 import ppo
-from common import checkpoint
+from common import checkpoint, errors
 from common.env_state import decode, encode, env_states, load_env_states, same
 from common.envs import make_envs
 from common.errors import InputError, TrainingError
@@ -161,11 +161,25 @@ def test_interrupted_auxiliary_phase_is_made_again(undisturbed, tmp_path, monkey
 @pytest.mark.parametrize("script", [ppo, impala])
 def test_a_run_made_longer_is_the_longer_run(script, undisturbed, tmp_path):
     path = script.main(make_args(script, tmp_path, total_timesteps=6 * 32 - 10, anneal_lr=False))
-    with pytest.raises(InputError, match=r"all of its \d+ steps are made: raise --total-timesteps"):
+    with pytest.raises(InputError, match=r"it has made \d+ steps: raise --total-timesteps"):
         resume(script, path)
     resume(script, path, total_timesteps=12 * 32)
     check_same_run(path, undisturbed(script, anneal_lr=False))
     assert json.loads((path / "args.json").read_text())["total_timesteps"] == 12 * 32
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_run_made_longer_is_resumed_exactly(first, tmp_path, monkeypatch):
+    """Also where its end came while unrolls waited for their turn: 2 of 4 environments make a batch."""
+    paths = [impala.main(make_args(impala, tmp_path / name, total_timesteps=first * 16)) for name in "ab"]
+    resume(impala, paths[0], total_timesteps=11 * 16)
+    for calls in (3, 4):
+        with monkeypatch.context() as patch:
+            interrupt(patch, impala, calls)
+            with pytest.raises(KeyboardInterrupt):
+                resume(impala, paths[1], total_timesteps=11 * 16)
+    resume(impala, paths[1])
+    check_same_run(*paths)
 
 
 def test_ppg_resumes_without_replay(undisturbed, tmp_path, monkeypatch):
@@ -231,6 +245,41 @@ def start(script, args, *words):
     )
 
 
+def test_a_signal_that_was_lost_does_not_make_deaf(monkeypatch):
+    clock = iter([100.0, 100.0, 105.0, 111.0, 111.0])
+    monkeypatch.setattr(errors, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    handler = errors.Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        handler(signal.SIGINT, None)
+    handler(signal.SIGTERM, None)  # five seconds later
+    with pytest.raises(KeyboardInterrupt) as error:
+        handler(signal.SIGUSR1, None)
+    assert error.value.args == (signal.SIGUSR1,)
+
+
+def test_a_signal_in_the_last_moments_changes_nothing(tmp_path):
+    """Neither while the last checkpoint is written nor afterwards: Slurm would start the run once more."""
+    code = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import ppo, test_checkpoint
+from common import checkpoint, errors
+write = checkpoint.write_checkpoint
+def late(path, content):
+    if content["step"] == 12 * 32:
+        os.kill(os.getpid(), signal.SIGTERM)
+    write(path, content)
+checkpoint.write_checkpoint = late
+with errors.one_line_errors():
+    ppo.main(test_checkpoint.make_args(ppo, "runs", checkpoint_interval=1e9))
+    os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1].startswith("done: ")
+
+
 def torture(script, settings, kills, undisturbed, tmp_path):
     """Kill a run again and again, at any moment after its header, resume it each time, and compare in the end."""
     args, rng = make_args(script, tmp_path, **settings), random.Random(0)
@@ -255,6 +304,8 @@ def torture(script, settings, kills, undisturbed, tmp_path):
     assert process.returncode == 0, errors
     (path,) = tmp_path.iterdir()
     check_same_run(path, reference)
+    assert not list(path.rglob("*.tmp"))
+    assert len(list((path / "checkpoints").iterdir())) == 4
 
 
 LONG = {
@@ -319,9 +370,16 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     )
 
 
-@ALL
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)], ids=lambda each: str(each)
+    ("script", "sent", "code"),
+    [
+        (ppo, signal.SIGINT, 130),
+        (ppo, signal.SIGTERM, 143),
+        (ppo, signal.SIGUSR1, 138),
+        (ppg, signal.SIGTERM, 143),
+        (impala, signal.SIGUSR1, 138),
+    ],
+    ids=str,
 )
 def test_signals_write_a_checkpoint(script, sent, code, tmp_path):
     """Not that of the next iteration, which is not waited for."""
@@ -344,6 +402,34 @@ def test_signals_write_a_checkpoint(script, sent, code, tmp_path):
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     assert f"resumed at step {stopped_at:,}" in result.stdout
+
+
+def test_slurm_example_of_the_readme(undisturbed, tmp_path):
+    """It requeues itself when Slurm's signal has come, and not when the run is done."""
+    (job,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    settings = {"total_timesteps": 100 * 32}
+    args = make_args(ppg, tmp_path / "runs", **settings)
+    words = f"{sys.executable} {ROOT / 'ppg.py'} {shlex.join(flags(args))} --resume auto"
+    assert job.count("python ppg.py --env-id starpilot --seed 1 --resume auto") == 1
+    (tmp_path / "job").write_text(job.replace("python ppg.py --env-id starpilot --seed 1 --resume auto", words))
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho $* >> requeued\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = os.environ | {"SLURM_JOB_ID": "77", "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    jobs = 0
+    while not jobs or (tmp_path / "requeued").exists():
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        process = subprocess.Popen(["bash", "job"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+        jobs += 1
+        if jobs < 3:
+            process.stdout.readline()
+            time.sleep(0.3)
+            process.send_signal(signal.SIGUSR1)
+        process.communicate()
+        assert jobs > 2 or (tmp_path / "requeued").read_text() == "requeue 77\n"
+    assert jobs == 3
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    check_same_run(run_dir, undisturbed(ppg, **settings))
 
 
 # ------------------------------------------------------------------------------------------------- what may be resumed
@@ -422,6 +508,13 @@ def test_settings_that_may_change(run_copy, undisturbed):
     assert meta["command"] == command(script.Args(**settings), f"{script.__name__}.py")
 
 
+@pytest.mark.parametrize("total", [32, 90])
+def test_a_run_cannot_be_made_shorter_than_it_is(run_copy, total):
+    script, path = run_copy
+    with pytest.raises(InputError, match=r"it has made (96|224) steps: raise --total-timesteps"):
+        resume(script, path, total_timesteps=total)
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -453,6 +546,44 @@ def test_command_line_takes_the_settings_of_the_run(run_copy, monkeypatch):
         assert args == script.Args(**settings | {"resume": str(path)})
     monkeypatch.setattr(sys, "argv", ["x.py", "--resume", "auto"])
     assert checkpoint.saved_args(script.Args) == script.Args()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_envs", "4"), ("num_envs", None), ("device", 3), ("anneal_lr", 1), ("precision", "fp64")]
+)
+def test_settings_of_a_wrong_type_are_refused(run_copy, name, value, monkeypatch):
+    script, path = run_copy
+    settings = json.loads((path / "args.json").read_text())
+    (path / "args.json").write_text(json.dumps(settings | {name: value}))
+    monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path)])
+    with pytest.raises(InputError, match=rf"other flags \(--{name.replace('_', '-')}\)"):
+        checkpoint.saved_args(script.Args)
+
+
+def test_only_the_run_s_own_logs_are_cut(run_copy, undisturbed):
+    script, path = run_copy
+    others = [path / "my_eval.csv", path / "events.out.tfevents.1.host.1.0", path / "notes.tmp"]
+    for file in others:
+        file.write_text("not of this run")
+    resume(script, path)
+    assert [file.read_text() for file in others] == ["not of this run"] * 3
+    others[1].unlink()
+    check_same_run(path, undisturbed(script))
+
+
+def test_what_a_killed_process_leaves_is_removed_and_what_others_put_there_is_not(run_copy, undisturbed):
+    script, path = run_copy
+    newest, _ = checkpoint.checkpoint_files(path)
+    backup = shutil.copy(newest, newest.with_name(f"{newest.stem}-backup.pt"))
+    for name in ("000000000999.sha256", "000000000999.pt.tmp", "000000000999.sha256.tmp"):
+        (newest.parent / name).write_text("half")
+    newest.with_suffix(".sha256").unlink()
+    resume(script, path)
+    check_same_run(path, undisturbed(script))
+    assert Path(backup).exists()
+    names = {file.name for file in newest.parent.iterdir()}
+    assert newest.with_suffix(".damaged").name in names
+    assert not [name for name in names if "999" in name]
 
 
 def test_a_run_of_another_script_is_refused(run_copy, monkeypatch):
@@ -618,6 +749,38 @@ def test_init_from_starts_a_new_run_with_old_weights(run_copy, source, tmp_path)
     assert json.loads((new / "args.json").read_text())["init_from"] == str(file)
 
 
+def test_init_from_counts_for_a_run_killed_before_its_first_checkpoint(run_copy, tmp_path, monkeypatch):
+    script, path = run_copy
+    settings = {"init_from": str(path), "learning_rate": 0.0, "anneal_lr": False}
+    with monkeypatch.context() as patch:
+        interrupt(patch, script, 1)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(make_args(script, tmp_path / "new", **settings))
+    (new,) = (tmp_path / "new").iterdir()
+    assert not checkpoint.checkpoint_files(new)
+    resume(script, new)
+    assert same(parameters(new), parameters(path))
+
+
+def test_init_from_a_damaged_model(run_copy):
+    _, path = run_copy
+    data, rng = (path / "model.pt").read_bytes(), random.Random(0)
+    good = checkpoint.read_weights(path / "model.pt")
+    for place in [
+        *range(0, 300, 3),
+        *(rng.randrange(len(data)) for _ in range(100)),
+        *range(len(data) - 300, len(data), 3),
+    ]:
+        (path / "model.pt").write_bytes(
+            data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
+        )
+        with contextlib.suppress(checkpoint.Damaged):
+            assert same(checkpoint.read_weights(path / "model.pt"), good)  # it was in a byte without meaning
+        (path / "model.pt").write_bytes(data[:place])
+        with pytest.raises(checkpoint.Damaged):
+            checkpoint.read_weights(path / "model.pt")
+
+
 def test_init_from_what_does_not_fit(run_copy, tmp_path):
     script, path = run_copy
 
@@ -628,12 +791,12 @@ def test_init_from_what_does_not_fit(run_copy, tmp_path):
 
     refused(path, "its network is another one .*: use the same flags", feature_dim=32)
     refused(path, "its network is another one", env_id="Pendulum-v1")
-    refused(tmp_path / "nowhere", "cannot be loaded")
-    refused(path / "args.json", "cannot be loaded")
+    refused(tmp_path / "nowhere", r"nowhere cannot be read \(No such file")
+    refused(path / "args.json", "is damaged or holds no agent")
     data = bytearray((path / "model.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (path / "model.pt").write_bytes(data)
-    refused(path, "is damaged|cannot be loaded")
+    refused(path, "is damaged or holds no agent")
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
@@ -707,14 +870,14 @@ def test_disk_full_for_the_logs(script, undisturbed, small_disk):
 
 @ALL
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("what", ["observation", "reward"])
+@pytest.mark.parametrize("what", ["observation", "reward", "last observation"])
 def test_environments_that_give_nan(script, value, what, tmp_path, monkeypatch):
     monkeypatch.setattr(SpoiltEnv, "spoilt", (what, value))
     args = make_args(script, tmp_path, env_id="TestSpoilt-v0", total_timesteps=10**6)
     with pytest.raises(TrainingError) as error:
         script.main(args)
     (path,) = tmp_path.iterdir()
-    message = str(error.value)
+    message, what = str(error.value), what.removeprefix("last ")
     assert re.match(
         rf"the {what} of environment \d is NaN or infinite: the run stops; its last good model is ", message
     )
@@ -781,7 +944,7 @@ def test_values_are_encoded_as_they_are():
     other = np.random.default_rng(0)
     other.bit_generator.state = decode(encode(generator))
     assert other.random() == generator.random()
-    for opaque in (object(), {1: object()}, {(1, 2): 3}, np.array(["x"]), {1, 2}):
+    for opaque in (object(), {1: object()}, {(1, 2): 3}, np.array(["x"]), {1, 2}, np.longdouble(1), 10**1000):
         with pytest.raises(TypeError):
             encode(opaque)
 
