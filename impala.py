@@ -773,9 +773,8 @@ def main(args: Args) -> Path:
                     run.log(step, metrics)
                     history, lags = [], []
                 ends = ends | {experience.env: experience.end for experience in experiences}
-                in_hand = (
-                    (version + 1 - first_update) * args.batch_size % args.num_envs
-                )  # unrolls that wait for their turn
+                # In turn, unrolls of this round that no batch has had yet; they are in no checkpoint.
+                in_hand = (version + 1 - first_update) * args.batch_size % args.num_envs
                 if args.num_actors or not in_hand or step == total_steps:
                     checkpoints.save(step, progress=(ends, history, lags, lag_sum, lag_max))
         finally:

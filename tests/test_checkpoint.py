@@ -138,7 +138,11 @@ def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, t
 
 
 def test_interrupted_lstm_is_the_same_run(undisturbed, tmp_path, monkeypatch):
-    settings = {"env_id": "TestCue-v0", "use_lstm": True, "num_steps": 6}  # episodes of 4 steps
+    settings = {
+        "env_id": "TestCue-v0",
+        "use_lstm": True,
+        "num_steps": 5,
+    }  # it is resumed in mid-episode: they have 4 steps
     with monkeypatch.context() as patch:
         interrupt(patch, impala, 5)
         with pytest.raises(KeyboardInterrupt):
