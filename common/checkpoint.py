@@ -36,9 +36,7 @@ MAY_CHANGE = {
     *("device", "torch_deterministic", "num_threads"),
     *("track", "wandb_project_name", "wandb_entity"),
 }
-
-
-ALL_STEPS = {"total_timesteps"}
+ALL_STEPS = {"total_timesteps"}  # among them, but `auto` looks for a run of the same length
 
 
 class Damaged(Exception):
@@ -133,7 +131,7 @@ def open_run(path: Path, args: Any, script: str) -> Resumed:
     try:
         lock = lock_folder(path)
     except OSError as error:
-        raise InputError(f"--resume {path}: nothing can be written there ({error.strerror}).") from error
+        raise cannot_write(args, error, path) from error
     checkpoint, meta = newest_checkpoint(path), read_json(path / "meta.json")
     if checkpoint is None:
         print(f"note: {path} has no checkpoint yet, so that it starts from the beginning", file=sys.stderr)
@@ -298,7 +296,7 @@ class Checkpoints:
             self.load(checkpoint)
         try:
             self.tidy()
-            write_model(run.path, agent.state_dict(), self.args, run.step)
+            write_model(run.path, copy_to_cpu(agent.state_dict()), self.args, run.step)
         except OSError as error:
             raise cannot_write(self.args, error, resumed and run.path) from error
 
@@ -403,9 +401,12 @@ class Checkpoints:
 
 
 def write_model(path: Path, weights: dict[str, torch.Tensor], args: Any, step: int) -> None:
-    """Write `model.pt`: a dict of "agent", "args" and "step" that `torch.load(..., weights_only=True)` accepts."""
+    """Write `model.pt`: a dict of "agent", "args" and "step" that `torch.load(..., weights_only=True)` accepts.
+
+    `weights` are on the CPU, as those of a copy that `Checkpoints.save` has taken already are.
+    """
     buffer = io.BytesIO()
-    torch.save({"agent": copy_to_cpu(weights), "args": dataclasses.asdict(args), "step": step}, buffer)
+    torch.save({"agent": weights, "args": dataclasses.asdict(args), "step": step}, buffer)
     write_atomically(path / "model.pt", buffer.getbuffer())
 
 

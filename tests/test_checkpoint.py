@@ -138,11 +138,8 @@ def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, t
 
 
 def test_interrupted_lstm_is_the_same_run(undisturbed, tmp_path, monkeypatch):
-    settings = {
-        "env_id": "TestCue-v0",
-        "use_lstm": True,
-        "num_steps": 5,
-    }  # it is resumed in mid-episode: they have 4 steps
+    """It is resumed in mid-episode: they have 4 steps."""
+    settings = {"env_id": "TestCue-v0", "use_lstm": True, "num_steps": 5}
     with monkeypatch.context() as patch:
         interrupt(patch, impala, 5)
         with pytest.raises(KeyboardInterrupt):
@@ -346,12 +343,12 @@ def test_run_killed_fifty_times_is_the_same_run(script, env_id, undisturbed, tmp
 
 def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     """CartPole's episodes follow each other, across the kill, too: their lengths add up to the steps they ended at."""
-    settings = {"num_actors": 2, "batch_size": 4, "queue_size": 4, "total_timesteps": 400 * 32}
+    settings = {"num_actors": 1, "batch_size": 4, "queue_size": 4, "total_timesteps": 400 * 32}
     process = start(impala, make_args(impala, tmp_path, **settings))
     while len(list(tmp_path.glob("*/checkpoints/*.pt"))) < 2:
         time.sleep(0.05)
         assert process.poll() is None
-    time.sleep(1)
+    time.sleep(0.1)
     process.kill()
     process.communicate()
     (path,) = tmp_path.iterdir()
