@@ -53,10 +53,11 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import setup_device
+from common.device import micro_batches, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
+from common.max_pool import MaxPool2d
 from common.run import Run, check_run, require_finite
 
 
@@ -69,8 +70,11 @@ class Args:
     """seed of the networks, the action draws and the environments"""
     device: str = "auto"
     """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """number format in the encoder (on a GPU, fp32 convolutions run in TF32); all else is float32 in any case"""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """number format in the convolutional encoder (on a GPU, fp32 convolutions run in TF32), all else is float32 in any
+    case; auto: bf16 on a processor with instructions for it"""
+    micro_batch_size: int | None = None
+    """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -177,7 +181,7 @@ class Args:
         check_settings(
             self,
             positive="total_timesteps keep_checkpoints log_interval num_envs num_steps batch_size queue_size "
-            "sample_fraction num_minibatches clip_coef max_grad_norm feature_dim hidden_dim",
+            "sample_fraction num_minibatches clip_coef max_grad_norm micro_batch_size feature_dim hidden_dim",
             not_negative="checkpoint_interval num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
             fractions="sample_fraction gamma vtrace_lambda norm_reward_gamma",
         )
@@ -250,7 +254,7 @@ class ImpalaCNN(nn.Module):
         for out_channels in (16, 32, 32):
             layers += [
                 init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
-                nn.MaxPool2d(3, stride=2, padding=1),
+                MaxPool2d(),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]
@@ -328,7 +332,8 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
-        self.action_space, self.bf16 = action_space, args.precision == "bf16"
+        self.action_space = action_space
+        self.bf16 = args.precision == "bf16" and len(observation_space.shape) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         self.lstm = nn.LSTMCell(args.feature_dim, args.feature_dim) if args.use_lstm else None
         self.policy_head = PolicyHead(action_space, args.feature_dim, args.init_fn)
@@ -586,6 +591,7 @@ def policy_loss(
             "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+            "losses/ratio_deviation": (ratio - 1).abs().mean(),
         }
     return loss, metrics
 
@@ -604,6 +610,11 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of each tag over the minibatches that have it, still on the device."""
     tags = dict.fromkeys(tag for metrics in history for tag in metrics)
     return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
+
+
+def sum_metrics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each tag over the parts of a minibatch, still on the device."""
+    return {tag: sum(part[tag] for part in parts) for tag in parts[0]}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -639,23 +650,28 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
     history = []
     drawn = torch.randperm(num_samples, device=logprobs.device)[: math.ceil(args.sample_fraction * num_samples)]
     for index in drawn.tensor_split(args.num_minibatches):
-        obs, dones, actions, old_logprobs, batch_targets, batch_advantages = (x[:, index] for x in samples)
         state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
-        params, new_values = agent.unroll(obs, state, dones)
-        dist = action_dist(agent.action_space, params)
-        pg_loss, metrics = policy_loss(dist.log_prob(actions), old_logprobs, batch_advantages, clip_coef)
-        v_loss = value_loss(new_values, batch_targets)
-        entropy_loss = dist.entropy().mean()
-        loss = pg_loss - args.ent_coef * entropy_loss + args.baseline_coef * v_loss
+        minibatch = [x[:, index] for x in samples] + [state]
         optimizer.zero_grad()
-        loss.backward()
+        parts = []
+        for part in micro_batches(minibatch, args.micro_batch_size, dim=1):
+            obs, dones, actions, old_logprobs, batch_targets, batch_advantages, state = part
+            params, new_values = agent.unroll(obs, state, dones)
+            dist = action_dist(agent.action_space, params)
+            pg_loss, metrics = policy_loss(dist.log_prob(actions), old_logprobs, batch_advantages, clip_coef)
+            v_loss = value_loss(new_values, batch_targets)
+            entropy_loss = dist.entropy().mean()
+            loss = pg_loss - args.ent_coef * entropy_loss + args.baseline_coef * v_loss
+            share = obs.shape[1] / len(index)
+            (loss * share).backward()
+            losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
+            parts.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
         grad_norm = clip_gradient(agent, args.max_grad_norm)
         optimizer.step()
-        losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
-        metrics = losses | metrics | {"losses/grad_norm": grad_norm}
-        history.append({tag: value.detach() for tag, value in metrics.items()})
+        history.append(sum_metrics(parts) | {"losses/grad_norm": grad_norm})
     ratio = logratio.exp()
     return mean_metrics(history) | {
+        "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
         "losses/behaviour_kl": (ratio - 1 - logratio).mean(),
         "losses/rho": ratio.mean(),
         "losses/rho_clipfrac": (ratio > args.rho_bar).float().mean(),
@@ -691,6 +707,7 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
+    args.precision = resolve_precision(args.precision, args.device)
     resumed = find_run(args, script)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     num_groups = max(1, args.num_actors)

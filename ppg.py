@@ -41,10 +41,11 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import empty, setup_device
+from common.device import empty, micro_batches, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, recording, replay
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
+from common.max_pool import MaxPool2d
 from common.run import Run, check_run, require_finite
 
 
@@ -57,8 +58,11 @@ class Args:
     """seed of the networks, the action draws and the environments"""
     device: str = "auto"
     """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """number format in the encoder (on a GPU, fp32 convolutions run in TF32); all else is float32 in any case"""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """number format in the convolutional encoder (on a GPU, fp32 convolutions run in TF32), all else is float32 in any
+    case; auto: bf16 on a processor with instructions for it"""
+    micro_batch_size: int | None = None
+    """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -171,7 +175,7 @@ class Args:
             self,
             positive="total_timesteps keep_checkpoints num_envs num_steps num_minibatches e_policy e_value clip_coef "
             "clip_coef_vf max_grad_norm target_kl kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum "
-            "feature_dim hidden_dim",
+            "micro_batch_size feature_dim hidden_dim",
             not_negative="checkpoint_interval learning_rate adam_eps ent_coef vf_coef beta_clone",
             fractions="gamma gae_lambda norm_reward_gamma",
         )
@@ -242,7 +246,7 @@ class ImpalaCNN(nn.Module):
         for out_channels in (16, 32, 32):
             layers += [
                 init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
-                nn.MaxPool2d(3, stride=2, padding=1),
+                MaxPool2d(),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]
@@ -317,7 +321,8 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
-        self.action_space, self.bf16, self.arch = action_space, args.precision == "bf16", args.arch
+        self.action_space, self.arch = action_space, args.arch
+        self.bf16 = args.precision == "bf16" and len(observation_space.shape) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         if args.arch == "dual":
             self.value_encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
@@ -472,6 +477,7 @@ def policy_loss(
             "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+            "losses/ratio_deviation": (ratio - 1).abs().mean(),
         }
     return loss, metrics
 
@@ -500,6 +506,11 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
+def sum_metrics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each tag over the parts of a minibatch, still on the device."""
+    return {tag: sum(part[tag] for part in parts) for tag in parts[0]}
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
@@ -526,33 +537,41 @@ def update(
     for opt, epochs, train_policy, train_value in passes:
         for _ in range(epochs):
             for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
-                obs, actions, logprobs, values, batch_returns, batch_advantages = (
+                minibatch = [
                     x[:, batch].flatten(0, 1)
                     for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-                )
+                ]
                 if args.norm_adv == "minibatch":
-                    batch_advantages = normalize_advantages(batch_advantages)
-                _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
-                loss, losses, metrics = 0.0, {}, {}
-                if train_policy:
-                    clip_coef, kl_penalty = args.clip_coef, args.kl_penalty
-                    pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, clip_coef, kl_penalty)
-                    entropy_loss = entropy.mean()
-                    loss = loss + pg_loss - args.ent_coef * entropy_loss
-                    losses |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
-                if train_value:
-                    v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
-                    loss = loss + args.vf_coef * v_loss
-                    losses |= {"losses/value_loss": v_loss}
+                    minibatch[-1] = normalize_advantages(minibatch[-1])
                 opt.zero_grad()
-                loss.backward()
+                parts = []
+                for part in micro_batches(minibatch, args.micro_batch_size):
+                    obs, actions, logprobs, values, batch_returns, batch_advantages = part
+                    _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
+                    loss, losses, metrics = 0.0, {}, {}
+                    if train_policy:
+                        clip_coef, kl_penalty = args.clip_coef, args.kl_penalty
+                        pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, clip_coef, kl_penalty)
+                        entropy_loss = entropy.mean()
+                        loss = loss + pg_loss - args.ent_coef * entropy_loss
+                        losses |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
+                    if train_value:
+                        v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
+                        loss = loss + args.vf_coef * v_loss
+                        losses |= {"losses/value_loss": v_loss}
+                    share = len(obs) / minibatch[0].shape[0]
+                    (loss * share).backward()
+                    parts.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
                 grad_norm = clip_gradient(agent, args.max_grad_norm)
                 opt.step()
-                metrics = losses | metrics | {"losses/grad_norm": grad_norm}
-                history.append({tag: value.detach() for tag, value in metrics.items()})
-            if train_policy and args.target_kl is not None and metrics["losses/approx_kl"] > args.target_kl:
+                history.append(sum_metrics(parts) | {"losses/grad_norm": grad_norm})
+            if train_policy and args.target_kl is not None and history[-1]["losses/approx_kl"] > args.target_kl:
                 break
-    return mean_metrics(history) | {"losses/explained_variance": explained_variance(rollout.values, returns)}
+    deviations = [metrics["losses/ratio_deviation"] for metrics in history if "losses/ratio_deviation" in metrics]
+    return mean_metrics(history) | {
+        "losses/initial_ratio_deviation": deviations[0],
+        "losses/explained_variance": explained_variance(rollout.values, returns),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- auxiliary phase
@@ -599,7 +618,7 @@ def auxiliary_phase(
         returns: [K, T, N] float32, their value targets, computed when they were collected.
         step, run: where the progress is shown.
     """
-    iterations, _, num_envs = returns.shape
+    iterations, num_steps, num_envs = returns.shape
     # Rollout number k * N + n is that of environment n in iteration k.
     rollouts = torch.arange(iterations * num_envs, device=returns.device)
 
@@ -619,16 +638,20 @@ def auxiliary_phase(
         for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
             run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
             optimizer.zero_grad()  # also of the last gradient of the policy phase
+            parts = []
             for batch in group.split(args.num_aux_rollouts):
-                params, values, aux_values = agent.get_policy_and_values(steps_of(batch, obs))
-                dist = action_dist(agent.action_space, params)
-                old_dist = action_dist(agent.action_space, old_params[batch].flatten(0, 1))
-                batch_returns = steps_of(batch, returns)
-                loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, batch_returns, args.beta_clone)
-                (loss * len(batch) / len(group)).backward()
-                history.append({tag: value.detach() for tag, value in metrics.items()})
-            history[-1]["losses/aux/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+                minibatch = steps_of(batch, obs), old_params[batch].flatten(0, 1), steps_of(batch, returns)
+                for batch_obs, batch_old_params, batch_returns in micro_batches(minibatch, args.micro_batch_size):
+                    params, values, aux_values = agent.get_policy_and_values(batch_obs)
+                    dist = action_dist(agent.action_space, params)
+                    old_dist = action_dist(agent.action_space, batch_old_params)
+                    loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, batch_returns, args.beta_clone)
+                    share = len(batch_obs) / (len(group) * num_steps)
+                    (loss * share).backward()
+                    parts.append({tag: value.detach() * share for tag, value in metrics.items()})
+            grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
+            history.append(sum_metrics(parts) | {"losses/aux/grad_norm": grad_norm})
     return mean_metrics(history)
 
 
@@ -641,6 +664,7 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
+    args.precision = resolve_precision(args.precision, args.device)
     resumed = find_run(args, script)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     envs = make_envs(

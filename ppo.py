@@ -35,10 +35,11 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import empty, setup_device
+from common.device import empty, micro_batches, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
+from common.max_pool import MaxPool2d
 from common.run import Run, check_run
 
 
@@ -51,8 +52,11 @@ class Args:
     """seed of the networks, the action draws and the environments"""
     device: str = "auto"
     """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """number format in the encoder (on a GPU, fp32 convolutions run in TF32); all else is float32 in any case"""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """number format in the convolutional encoder (on a GPU, fp32 convolutions run in TF32), all else is float32 in any
+    case; auto: bf16 on a processor with instructions for it"""
+    micro_batch_size: int | None = None
+    """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -147,7 +151,7 @@ class Args:
         check_settings(
             self,
             positive="total_timesteps keep_checkpoints num_envs num_steps num_minibatches update_epochs clip_coef "
-            "clip_coef_vf max_grad_norm target_kl feature_dim hidden_dim",
+            "clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
             not_negative="checkpoint_interval learning_rate adam_eps ent_coef vf_coef",
             fractions="gamma gae_lambda norm_reward_gamma",
         )
@@ -212,7 +216,7 @@ class ImpalaCNN(nn.Module):
         for out_channels in (16, 32, 32):
             layers += [
                 init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
-                nn.MaxPool2d(3, stride=2, padding=1),
+                MaxPool2d(),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]
@@ -287,7 +291,8 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
-        self.action_space, self.bf16 = action_space, args.precision == "bf16"
+        self.action_space = action_space
+        self.bf16 = args.precision == "bf16" and len(observation_space.shape) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         self.policy_head = PolicyHead(action_space, args.feature_dim, args.init_fn)
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
@@ -420,6 +425,7 @@ def policy_loss(
             "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+            "losses/ratio_deviation": (ratio - 1).abs().mean(),
         }
     return loss, metrics
 
@@ -448,6 +454,11 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
+def sum_metrics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each tag over the parts of a minibatch, still on the device."""
+    return {tag: sum(part[tag] for part in parts) for tag in parts[0]}
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
@@ -464,27 +475,34 @@ def update(
     history = []
     for _ in range(args.update_epochs):
         for batch in torch.randperm(args.batch_size, device=advantages.device).chunk(args.num_minibatches):
-            obs, actions, logprobs, values, batch_returns, batch_advantages = (
+            minibatch = [
                 x.flatten(0, 1)[batch]
                 for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-            )
+            ]
             if args.norm_adv == "minibatch":
-                batch_advantages = normalize_advantages(batch_advantages)
-            _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
-            pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, args.clip_coef)
-            v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
-            entropy_loss = entropy.mean()
-            loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+                minibatch[-1] = normalize_advantages(minibatch[-1])
             optimizer.zero_grad()
-            loss.backward()
+            parts = []
+            for part in micro_batches(minibatch, args.micro_batch_size):
+                obs, actions, logprobs, values, batch_returns, batch_advantages = part
+                _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
+                pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, args.clip_coef)
+                v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
+                entropy_loss = entropy.mean()
+                loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+                share = len(obs) / len(batch)
+                (loss * share).backward()
+                losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
+                parts.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
             grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
-            losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
-            metrics = losses | metrics | {"losses/grad_norm": grad_norm}
-            history.append({tag: value.detach() for tag, value in metrics.items()})
-        if args.target_kl is not None and metrics["losses/approx_kl"] > args.target_kl:
+            history.append(sum_metrics(parts) | {"losses/grad_norm": grad_norm})
+        if args.target_kl is not None and history[-1]["losses/approx_kl"] > args.target_kl:
             break
-    return mean_metrics(history) | {"losses/explained_variance": explained_variance(rollout.values, returns)}
+    return mean_metrics(history) | {
+        "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
+        "losses/explained_variance": explained_variance(rollout.values, returns),
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -496,6 +514,7 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
+    args.precision = resolve_precision(args.precision, args.device)
     resumed = find_run(args, script)
     device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
     envs = make_envs(

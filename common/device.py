@@ -5,6 +5,7 @@ import math
 import random
 import re
 import sys
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -47,6 +48,39 @@ def resolve_device(device: str) -> torch.device:
         found = f"there are {count} GPUs, cuda:0 to cuda:{count - 1}" if count else "PyTorch sees no CUDA GPU here"
         raise InputError(f"--device {device} is not there ({found}): use --device auto or another device.")
     return torch.device(device)
+
+
+def resolve_precision(precision: str, device: str) -> str:
+    """Turn the `--precision` flag into "fp32" or "bf16": `auto` is bf16 where `--device` computes in it natively.
+
+    That is a CPU with AVX-512 BF16 or AMX (elsewhere PyTorch emulates bfloat16, which is slower than float32) and a GPU
+    of NVIDIA's compute capability 8.0 or later. Raises InputError as `resolve_device` does.
+    """
+    if precision != "auto":
+        return precision
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(resolved) >= (8, 0) else "fp32"
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # torch < 2.11
+    return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
+
+
+CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
+
+
+def micro_batches(
+    minibatch: Sequence[torch.Tensor], size: int | None, dim: int = 0
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Split the tensors of a minibatch along `dim` into pieces of `size` steps (the last may be smaller).
+
+    With `dim` = 1, dimension 0 is time, and a piece holds as many whole sequences as `size` has room for, at least one.
+    `size` None: 512 on a CPU; on a GPU, where small pieces leave it idle, the whole minibatch at once.
+    """
+    first = minibatch[0]
+    if size is None:
+        size = CPU_MICRO_BATCH if first.device.type == "cpu" else first.shape[: dim + 1].numel()
+    items = max(1, size // first.shape[:dim].numel())
+    return zip(*(x.split(items, dim) for x in minibatch), strict=True)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, flags: str) -> torch.Tensor:
