@@ -230,7 +230,8 @@ class ImpalaCNN(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, frames: Tensor) -> Tensor:
-        return self.layers(frames.permute(0, 3, 1, 2).float() / 255)
+        bf16 = torch.is_autocast_enabled(frames.device.type)  # where 0 to 255 are exact, so that both ways agree
+        return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
 
 class MLP(nn.Module):

@@ -1,0 +1,522 @@
+"""Steps per second of the three scripts, against a plain implementation and against what the machine can do.
+
+    python benchmarks/throughput.py                       # the README's table and chart: 20 minutes on two cores
+    python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
+    python benchmarks/throughput.py --sweeps num_envs feature_dim threads --configurations default
+
+Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around the script's
+functions. Configurations take turns (A B C A B C ...), so that a machine that drifts slows all of them. Rollouts are
+shorter than by default (`--num-steps`), with minibatches and pieces of the same size, so that a step costs the same;
+`--full` runs whole default iterations.
+
+Configurations of the encoder (all else is the same):
+
+    plain                  float32, whole minibatches, contiguous (NCHW) frames, PyTorch's max-pooling, malloc as it is
+    plain+malloc           the same with the allocator settings of `common.device.keep_freed_memory`
+    plain+malloc+permuted  the same, but frames are only permuted, not copied: what CleanRL's scripts do
+    fp32                   the script with --precision fp32
+    default                the script with --precision auto
+
+Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json`, `.md` (the table) and `.png` (the chart) in
+`results/throughput/`. `--update-readme` puts the table into README.md, `--from-csv` makes table and chart again.
+"""
+
+import concurrent.futures
+import csv
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
+SWEEPS = {"num_envs": (16, 64, 256, 1024), "feature_dim": (256, 512, 1024), "threads": (1, 2, 4, 8, 16)}
+PHASES = ("act", "env", "learn", "aux")
+
+
+@dataclass
+class Args:
+    algorithms: tuple[str, ...] = ("ppo", "ppg", "impala")
+    """scripts to measure"""
+    configurations: tuple[str, ...] = CONFIGURATIONS
+    """what to compare; see above"""
+    env_id: str = "starpilot"
+    """a Procgen game"""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    repeats: int = 3
+    """measurements of each configuration, in turn"""
+    num_steps: int = 32
+    """steps of each environment in an iteration (on the CPU)"""
+    full: bool = False
+    """measure whole iterations of the default settings (PPG's policy phase then, without the auxiliary phase)"""
+    sweeps: tuple[str, ...] = ()
+    """also measure how the cost grows: num_envs (16 to 1024), feature_dim (x1, x2, x4), threads (of PyTorch)"""
+    memory: bool = True
+    """also measure the peak memory at the default settings"""
+    from_csv: bool = False
+    """measure nothing: make table and chart from the CSV that is there"""
+    update_readme: bool = False
+    """also put the table into README.md"""
+    out: Path = ROOT / "benchmarks" / "results" / "throughput"
+    """where CSV, table and chart go"""
+
+
+# -------------------------------------------------------------------------------------- in the process of a measurement
+
+
+def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> Any:
+    """The script's settings with shorter rollouts in minibatches of the same size, for warm-up + `iterations`."""
+    share = num_steps / args.num_steps
+    args.num_minibatches = max(1, round(args.num_minibatches * share))
+    if algorithm == "ppg":  # an auxiliary phase after each iteration: per step it costs what one of 32 does
+        args.n_pi, args.num_aux_rollouts = 1, round(args.num_aux_rollouts / share)
+    args.num_steps = num_steps
+    args.total_timesteps = (1 + iterations) * num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
+    return args
+
+
+def make_plain(script: Any, args: Any, configuration: str) -> None:
+    """Turn off what makes the script fast. Changes modules of this process."""
+    import common.device
+    import common.max_pool
+
+    args.precision, args.micro_batch_size = "fp32", 2**30
+    common.max_pool.build = lambda: None
+    if configuration == "plain":
+        common.device.keep_freed_memory = lambda: None
+    if not configuration.endswith("permuted"):
+
+        def forward(self, frames):
+            return self.layers((frames.permute(0, 3, 1, 2).float() / 255).contiguous())
+
+        script.ImpalaCNN.forward = forward
+
+
+def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The script's module, turned plain if that is asked for, its settings, and the device."""
+    import importlib
+
+    from common.device import resolve_device, resolve_precision
+
+    script = importlib.import_module(job["algorithm"])
+    args = script.Args(env_id=job["env_id"], device=job["device"], precision="auto")
+    if job["sweep"] in ("num_envs", "feature_dim"):
+        setattr(args, job["sweep"], job["value"])
+    if job["num_steps"]:
+        args = shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
+    else:
+        args.total_timesteps = (1 + job["iterations"]) * args.num_envs * 256
+        args.e_aux = 1  # of PPG: a run of a few iterations ends with an auxiliary phase
+    if job["configuration"] == "fp32":
+        args.precision = "fp32"
+    elif job["configuration"].startswith("plain"):
+        make_plain(script, args, job["configuration"])
+    args.precision = resolve_precision(args.precision, args.device)
+    return script, args, resolve_device(args.device)
+
+
+def peak_memory(device: Any) -> float:
+    """The most memory that this process has had, in GB: resident on a CPU, allocated by PyTorch on a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+
+
+def matmul_rate(device: Any, dtype: Any) -> float:
+    """FLOP/s of the best of some matrix products."""
+    import torch
+
+    best = 0.0
+    for size in (2048, 4096) if device.type == "cpu" else (4096, 8192):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        for _ in range(8):
+            synchronize(device)
+            start = time.perf_counter()
+            a @ b
+            synchronize(device)
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def copy_rate(device: Any) -> float:
+    """Bytes per second from pinned host memory to the GPU."""
+    import torch
+
+    host, best = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), 0.0
+    target = torch.empty_like(host, device=device)
+    for _ in range(5):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        synchronize(device)
+        best = max(best, len(host) / (time.perf_counter() - start))
+    return best
+
+
+def synchronize(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
+    """Multiplications and additions for one frame: in a forward pass, and in a forward and a backward pass."""
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    agent = script.Agent(space, gym.spaces.Discrete(15), args)
+    frames = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
+    counts = []
+    for backward in (False, True):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+            features = agent.encode(agent.encoder, frames)
+            outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
+            if backward:
+                outputs.backward()
+        counts.append(counter.get_total_flops())
+    return tuple(counts)
+
+
+class Clocks:
+    """Seconds spent in functions, since `reset`."""
+
+    def __init__(self, device: Any):
+        self.device, self.enabled = device, False
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds, self.start = defaultdict(float), time.perf_counter()
+
+    def around(self, phase: str, function: Any) -> Any:
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            synchronize(self.device)
+            self.seconds[phase] += time.perf_counter() - start
+            return result
+
+        return timed
+
+    def around_generator(self, phase: str, function: Any) -> Any:
+        def timed(*args, **kwargs):
+            generator = function(*args, **kwargs)
+            while True:
+                start = time.perf_counter()
+                item = next(generator, None)
+                self.seconds[phase] += time.perf_counter() - start
+                if item is None:
+                    return
+                yield item
+
+        return timed
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one script in one configuration; return what it took, per step. For a process of its own."""
+    import torch
+
+    from common.run import Run
+
+    if job["sweep"] == "threads":
+        torch.set_num_threads(job["value"])
+    script, args, device = configure(job)
+    clocks, marks, log = Clocks(device), [], Run.log
+    make_envs = script.make_envs
+
+    def make_timed_envs(*args, **kwargs):
+        envs = make_envs(*args, **kwargs)
+        envs.step = clocks.around("env", envs.step)
+        return envs
+
+    def marked_log(run, step, *args, **kwargs):  # the end of an iteration: the first one is the warm-up
+        log(run, step, *args, **kwargs)
+        synchronize(device)
+        if not marks:
+            clocks.reset()
+        marks.append((step, time.perf_counter()))
+
+    script.make_envs, Run.log = make_timed_envs, marked_log
+    script.update = clocks.around("learn", script.update)
+    if job["algorithm"] == "impala":
+        args.log_interval = args.batch_size * args.num_steps
+        script.act = clocks.around_generator("collect", script.act)
+    else:
+        script.collect = clocks.around("collect", script.collect)
+    if job["algorithm"] == "ppg":
+        script.auxiliary_phase = clocks.around("aux", script.auxiliary_phase)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args.runs_dir = folder
+        script.main(args)
+    (first, start), (last, end) = marks[0], marks[-1]
+    steps, seconds = last - first, clocks.seconds
+    seconds["act"] = seconds.pop("collect") - seconds["env"]
+
+    forward, training = flops_per_frame(script, args)
+    learn, aux = training * getattr(args, "update_epochs", 1), 0
+    if job["algorithm"] == "impala":
+        learn = forward * (args.num_steps + 1) / args.num_steps + args.sample_fraction * training
+    elif job["algorithm"] == "ppg":
+        learn, aux = args.e_policy * training, args.e_aux * training + forward
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    peak = matmul_rate(device, dtype)
+    return {
+        **{key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")},
+        "precision": args.precision,
+        "steps_per_second": steps / (end - start),
+        **{f"{phase}_us": seconds[phase] / steps * 1e6 for phase in PHASES},
+        "matmul_gflops": peak / 1e9,
+        "learn_share_of_matmul": learn * steps / seconds["learn"] / peak,
+        "aux_share_of_matmul": aux * steps / seconds["aux"] / peak if aux else "",
+        "share_of_matmul": (forward + learn + aux) * steps / (end - start) / peak,
+        "share_of_copy": 64 * 64 * 3 * steps / (end - start) / copy_rate(device) if device.type == "cuda" else "",
+        "peak_gb": peak_memory(device),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """The peak memory of one script at its default sizes, in GB. For a process of its own.
+
+    PPG collects and keeps a whole policy phase, but trains on the first iteration's rollouts only, which takes minutes
+    less and as much memory.
+    """
+    script, args, device = configure(job | {"num_steps": None})
+    args.total_timesteps = args.num_envs * 256
+    if job["algorithm"] == "ppg":
+        args.total_timesteps *= args.n_pi
+        args.e_aux = 1
+        update, phase, metrics = script.update, script.auxiliary_phase, []
+
+        def first_update(*arguments):
+            metrics[:] = metrics or [update(*arguments)]
+            return dict(metrics[0])
+
+        def short_phase(agent, optimizer, obs, returns, *rest):
+            return phase(agent, optimizer, obs[:1], returns[:1], *rest)
+
+        script.update, script.auxiliary_phase = first_update, short_phase
+    with tempfile.TemporaryDirectory() as folder:
+        args.runs_dir = folder
+        script.main(args)
+    return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")} | {
+        "precision": args.precision,
+        "peak_gb": peak_memory(device),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- the measurements
+
+
+def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Call `function(job)` in a fresh process, so that allocator settings, patches and peak memory are its own."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=be_quiet) as pool:
+        return pool.submit(function, job).result()
+
+
+def be_quiet() -> None:
+    """Drop what the scripts print about their progress."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def run_all(args: Args) -> list[dict[str, Any]]:
+    """All measurements, in turn; a line for each as it comes."""
+    defaults = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps, "sweep": "", "value": ""}
+    if args.full:
+        defaults["num_steps"] = None
+    jobs = [
+        defaults | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat, "function": measure}
+        for algorithm in args.algorithms
+        for repeat in range(args.repeats)
+        for configuration in args.configurations
+    ]
+    for sweep in args.sweeps:
+        jobs += [
+            defaults | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat, "function": measure}
+            | {"sweep": sweep, "value": value}
+            for algorithm in args.algorithms
+            for repeat in range(args.repeats)
+            for value in SWEEPS[sweep]
+            for configuration in args.configurations
+        ]  # fmt: skip
+    if args.memory:
+        jobs += [
+            defaults
+            | {"algorithm": algorithm, "configuration": configuration, "repeat": 0, "function": measure_memory}
+            | {"sweep": "memory", "value": "default sizes"}
+            for algorithm in args.algorithms
+            for configuration in args.configurations
+            if configuration in ("plain", "default")
+        ]
+    rows = []
+    for number, job in enumerate(jobs, 1):
+        job["iterations"] = 4 if job["configuration"] in ("fp32", "default") else 1
+        function = job.pop("function")
+        row = alone(function, job)
+        rows.append(row)
+        what = f"{row['algorithm']} {row['configuration']} {row['sweep']} {row['value']}".rstrip()
+        speed = f"{row['steps_per_second']:.0f} steps/s, " if "steps_per_second" in row else ""
+        print(f"[{number}/{len(jobs)}] {what}: {speed}{row['peak_gb']:.2f} GB", flush=True)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------- table and chart
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Median [minimum, maximum]."""
+    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+def by_configuration(rows: list[dict[str, str]], sweep: str = "") -> dict[tuple[str, ...], list[dict[str, str]]]:
+    groups = defaultdict(list)
+    for row in rows:
+        if row["sweep"] == sweep:
+            key = (row["algorithm"], row["configuration"])
+            groups[(*key, row["value"]) if sweep and sweep != "memory" else key].append(row)
+    return groups
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row[name] != ""]
+
+
+def ratios(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
+    """Steps per second of `rows` over those of `others`, measured in the same round."""
+    theirs = {row["repeat"]: float(row["steps_per_second"]) for row in others}
+    both = [float(row["steps_per_second"]) / theirs[row["repeat"]] for row in rows if row["repeat"] in theirs]
+    return spread(both, 2) if both else "-"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Markdown: a row for each algorithm and configuration; medians, and minimum and maximum in brackets."""
+    groups, memory = by_configuration(rows), by_configuration(rows, "memory")
+    lines = [
+        "| | steps/s | x plain | x plain+malloc | act | env | learn | aux | learn, aux, all of matmul | GB |",
+        "|-|-|-|-|-|-|-|-|-|-|",
+    ]
+    for (algorithm, configuration), group in groups.items():
+        phases = [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
+        shares = ("learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul")
+        shares = [f"{statistics.median(column(group, name)):.0%}" if column(group, name) else "-" for name in shares]
+        peak = memory.get((algorithm, configuration))
+        cells = [
+            f"{algorithm} {configuration}",
+            spread(column(group, "steps_per_second")),
+            ratios(group, groups.get((algorithm, "plain"), [])),
+            ratios(group, groups.get((algorithm, "plain+malloc"), [])),
+            *phases,
+            ", ".join(shares),
+            f"{float(peak[0]['peak_gb']):.2f}" if peak else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    for sweep in SWEEPS:
+        swept = by_configuration(rows, sweep)
+        if swept:
+            lines += ["", f"| {sweep} | steps/s | act | env | learn | aux | GB |", "|-|-|-|-|-|-|-|"]
+        for (algorithm, configuration, value), group in swept.items():
+            phases = [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
+            peak = f"{max(column(group, 'peak_gb')):.2f}"
+            cells = [f"{algorithm} {configuration}, {value}", spread(column(group, "steps_per_second")), *phases, peak]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def chart(rows: list[dict[str, str]], path: Path) -> None:
+    """Bars of the median steps per second, with lines from minimum to maximum."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = by_configuration(rows)
+    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
+    configurations = [name for name in CONFIGURATIONS if any(key[1] == name for key in groups)]
+    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    width = 0.8 / len(configurations)
+    for number, configuration in enumerate(configurations):
+        for place, algorithm in enumerate(algorithms):
+            speeds = column(groups.get((algorithm, configuration), []), "steps_per_second")
+            if speeds:
+                middle, x = statistics.median(speeds), place + (number - (len(configurations) - 1) / 2) * width
+                error = [[middle - min(speeds)], [max(speeds) - middle]]
+                label = configuration if place == 0 else None
+                axes.bar(x, middle, width * 0.95, yerr=error, capsize=2, color=f"C{number}", label=label)
+                axes.text(x, max(speeds), f"{middle:.0f}", ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(algorithms)), algorithms)
+    axes.set_ylabel("environment steps per second")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def fill_readme(name: str, text: str) -> None:
+    """Put `text` between the README's marks for `name`."""
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(f"<!-- throughput {name} -->\n", 1)
+    _, after = rest.split(f"<!-- end of throughput {name} -->", 1)
+    readme.write_text(f"{before}<!-- throughput {name} -->\n{text}<!-- end of throughput {name} -->{after}")
+
+
+def main(args: Args) -> None:
+    for flag, given, known in (
+        ("algorithms", args.algorithms, ("ppo", "ppg", "impala")),
+        ("configurations", args.configurations, CONFIGURATIONS),
+        ("sweeps", args.sweeps, SWEEPS),
+    ):
+        unknown = set(given) - set(known)
+        if unknown:
+            raise SystemExit(f"error: --{flag} {sorted(unknown)[0]} is not known: use {', '.join(known)}.")
+    from common.device import resolve_device
+    from common.errors import one_line_errors
+    from common.run import provenance
+
+    with one_line_errors():
+        device = resolve_device(args.device)
+    name = "cpu" if device.type == "cpu" else "gpu"
+    path = args.out / f"{name}.csv"
+    if not args.from_csv:
+        meta = provenance("python benchmarks/throughput.py " + " ".join(sys.argv[1:]), device)
+        rows = run_all(args)
+        args.out.mkdir(parents=True, exist_ok=True)
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    if not path.exists():
+        raise SystemExit(f"error: there is no {path}: leave --from-csv out to measure first.")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    meta = json.loads(path.with_suffix(".meta.json").read_text())
+    text = f"{table(rows)}\nMeasured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command']}`.\n"
+    path.with_suffix(".md").write_text(text)
+    chart(rows, path.with_suffix(".png"))
+    print(f"\n{text}\n{path}, .md and .png are written.")
+    if args.update_readme:
+        fill_readme(name, text)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
