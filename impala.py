@@ -53,7 +53,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import micro_batches, resolve_precision, setup_device
+from common.device import micro_batches, resolve_precision, setup_device, to_device
 from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
@@ -491,9 +491,9 @@ def act(
             dones[t] = terminations | truncations
             cut = truncations & ~terminations  # by a time limit alone
             if cut.any():
-                final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut])).to(obs)
+                final_obs = to_device(np.stack(infos["final_obs"][cut]), device).to(obs.dtype)
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
-            obs = torch.as_tensor(next_obs).to(obs)
+            obs = to_device(next_obs, device).to(obs.dtype)
             state = state * (1 - torch.as_tensor(dones[t], device=device).unsqueeze(-1))
             for env, episodic_return, length in finished_episodes(infos):
                 episodes[env].append((t, episodic_return, length))

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import empty, micro_batches, resolve_precision, setup_device
+from common.device import empty, frame_store, micro_batches, resolve_precision, setup_device, to_device
 from common.env_state import env_states, load_env_states, recording, replay
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
@@ -140,7 +140,9 @@ class Args:
     norm_reward_gamma: float | None = 0.99
     """discount factor of the return that rewards are scaled by; None for gamma"""
     n_pi: int = 32
-    """iterations in a policy phase (N_pi); their frames stay on the device: 6.4 GB for 32 x 64 x 256 of Procgen's"""
+    """iterations in a policy phase (N_pi), whose frames are kept: 6.4 GB for 32 x 64 x 256 of Procgen's"""
+    aux_frames: Literal["memory", "disk"] = "memory"
+    """where these frames are kept: memory (a GPU's if they fit, or else the host's), or a file in --runs-dir"""
     e_aux: int = 6
     """passes over the rollouts of these n_pi iterations in the auxiliary phase (E_aux)"""
     beta_clone: float = 1.0
@@ -421,9 +423,9 @@ def collect(
         dones[t] = terminations | truncations
         cut = truncations & ~terminations  # by a time limit alone
         if cut.any():
-            final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut])).to(obs)
+            final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
             rollout.truncation_values[t, cut] = agent.get_value(final_obs)
-        obs = torch.as_tensor(next_obs).to(obs)
+        obs = to_device(next_obs, obs.device).to(obs.dtype)
         step += envs.num_envs
         run.episodes(step, infos)
     if reward_normalizer is not None:
@@ -615,16 +617,16 @@ def auxiliary_phase(
     """Train encoder and value heads on K iterations of T steps in N environments. Returns the means of the metrics.
 
     Args:
-        obs: [K, T, N, *observation_shape], what the policy phase saw.
+        obs: [K, T, N, *observation_shape], what the policy phase saw, on any device.
         returns: [K, T, N] float32, their value targets, computed when they were collected.
         step, run: where the progress is shown.
     """
     iterations, num_steps, num_envs = returns.shape
     # Rollout number k * N + n is that of environment n in iteration k.
-    rollouts = torch.arange(iterations * num_envs, device=returns.device)
+    rollouts = torch.arange(iterations * num_envs, device=obs.device)
 
     def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
-        return x[batch // num_envs, :, batch % num_envs].flatten(0, 1)
+        return to_device(x[batch // num_envs, :, batch % num_envs].flatten(0, 1), returns.device)
 
     old_params = []
     for batch in rollouts.split(args.num_aux_rollouts):
@@ -689,7 +691,8 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     num_kept = min(args.n_pi, args.num_iterations)
-    aux_obs = empty((num_kept, *rollout.obs.shape), rollout.obs.dtype, device, "--n-pi, --num-envs or --num-steps")
+    shape, flags = (num_kept, *rollout.obs.shape), "--n-pi, --num-envs or --num-steps"
+    aux_obs = frame_store(shape, rollout.obs.dtype, device, args.aux_frames, Path(args.runs_dir), flags)
     aux_actions = torch.empty((num_kept, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
     total_steps = args.num_iterations * args.batch_size

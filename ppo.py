@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import empty, micro_batches, resolve_precision, setup_device
+from common.device import empty, micro_batches, resolve_precision, setup_device, to_device
 from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
@@ -373,9 +373,9 @@ def collect(
         dones[t] = terminations | truncations
         cut = truncations & ~terminations  # by a time limit alone
         if cut.any():
-            final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut])).to(obs)
+            final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
             rollout.truncation_values[t, cut] = agent.get_value(final_obs)
-        obs = torch.as_tensor(next_obs).to(obs)
+        obs = to_device(next_obs, obs.device).to(obs.dtype)
         step += envs.num_envs
         run.episodes(step, infos)
     if reward_normalizer is not None:

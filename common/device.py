@@ -2,10 +2,13 @@
 
 import ctypes
 import math
+import os
 import random
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -90,6 +93,51 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, flag
     except RuntimeError as error:  # torch.OutOfMemoryError on GPUs
         gigabytes = math.prod(shape) * dtype.itemsize / 1e9
         raise InputError(f"{gigabytes:.1f} GB do not fit into the memory of {device}: lower {flags}.") from error
+
+
+GPU_RESERVE = 8e9  # bytes that networks, activations and the rollout may need beside stored frames
+
+
+def frame_store(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: str, folder: Path, flags: str
+) -> torch.Tensor:
+    """An uninitialised tensor for very many frames. It may lie elsewhere than on `device`: see `to_device`.
+
+    Args:
+        place: "memory" (of a GPU if they fit with 8 GB to spare, or else pinned memory of the host) or "disk".
+        folder: where "disk" keeps the file, memory-mapped; it has no name and goes when the process does.
+
+    Raises:
+        InputError: there is no room. Names the `flags` to lower.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if place == "disk":
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would be a bus error later on
+                array = np.memmap(file, np.uint8, mode="r+", shape=(num_bytes,))
+        except OSError as error:
+            raise InputError(
+                f"{num_bytes / 1e9:.1f} GB cannot be kept in {folder} ({error.strerror}): lower {flags}, or choose "
+                "another --runs-dir."
+            ) from error
+        return torch.from_numpy(array).view(dtype).view(shape)
+    if device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
+        print(f"note: {num_bytes / 1e9:.1f} GB of frames do not fit on {device}: they stay in host memory.")
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            raise InputError(f"{num_bytes / 1e9:.1f} GB cannot be pinned in host memory: lower {flags}.") from error
+    return empty(shape, dtype, device, flags)
+
+
+def to_device(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host array or tensor on `device`; the copy to a GPU goes through pinned memory and is not waited for."""
+    x = torch.as_tensor(x)
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 # mallopt's parameter numbers, from glibc's malloc.h

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +13,7 @@ from helpers import Silent
 import impala
 import ppg
 import ppo
-from common.device import keep_freed_memory, resolve_device, setup_device
+from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
 from common.errors import InputError
 
 FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
@@ -56,6 +57,7 @@ def test_a_rollout_that_does_not_fit(script):
 def test_learning_never_waits_for_the_device(script, monkeypatch):
     """On the meta device, whose tensors have no content, any `.item()`, `if tensor` or copy to the host raises."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     meta = torch.device("meta")
     args = script.Args(num_envs=4, num_steps=8, num_minibatches=2)
     agent = script.Agent(FRAMES, ACTIONS, args).to(meta)
@@ -77,6 +79,7 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     meta = torch.device("meta")
     args = impala.Args(use_lstm=use_lstm, num_minibatches=2)
     agent = impala.Agent(FRAMES, ACTIONS, args).to(meta)
@@ -86,3 +89,44 @@ def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
     batch = impala.Unroll(obs, actions, *floats, agent.initial_state(4))
     metrics = impala.update(agent, torch.optim.Adam(agent.parameters()), batch, args)
     assert all(value.device == meta for value in metrics.values())
+
+
+def test_frames_on_disk(tmp_path):
+    place = tmp_path / "runs"
+    store = frame_store((3, 5, 7), torch.uint8, torch.device("cpu"), "disk", place, "--n-pi")
+    store.fill_(7)
+    assert store.shape == (3, 5, 7)
+    assert store.sum() == 7 * 105
+    assert not list(place.iterdir())  # the file has no name
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line]
+    assert mapped, "the frames lie in memory, not in a file"
+    floats = frame_store((2, 2), torch.float32, torch.device("cpu"), "disk", place, "--n-pi")
+    assert floats.dtype == torch.float32
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_frames_that_fit_nowhere(place, tmp_path):
+    with pytest.raises(InputError, match="lower --n-pi"):
+        frame_store((2**45,), torch.uint8, torch.device("cpu"), place, tmp_path, "--n-pi")
+
+
+def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatch, capsys):
+    empty, made = torch.empty, []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10e9, 16e9))
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: made.append(options) or empty(0, dtype=torch.uint8))
+    cuda = torch.device("cuda")
+    frame_store((10**9,), torch.uint8, cuda, "memory", None, "--n-pi")
+    assert made.pop()["device"] == cuda
+    frame_store((3 * 10**9,), torch.uint8, cuda, "memory", None, "--n-pi")
+    assert made.pop()["pin_memory"]
+    assert "3.0 GB of frames do not fit" in capsys.readouterr().out
+
+
+def test_to_device_pins_what_goes_to_a_gpu(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, device, non_blocking=False: calls.append((device, non_blocking)) or x
+    )
+    to_device(np.zeros(3), torch.device("cuda"))
+    assert calls == ["pinned", (torch.device("cuda"), True)]

@@ -295,3 +295,17 @@ def test_a_remainder_of_rollouts_is_trained_on(monkeypatch):
     monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
     run_auxiliary_phase(agent, args, (torch.randn(1, T, 3, 3), torch.randn(1, T, 3)))
     assert sizes == [2 * T, T] * args.e_aux
+
+
+def test_frames_on_disk_change_nothing(tmp_path):
+    """The same run as with the frames in memory, without a file left behind."""
+    results = []
+    for number, aux_frames in enumerate(["memory", "disk"]):
+        args = ppg.Args(
+            env_id="starpilot", num_envs=4, num_steps=8, num_minibatches=2, n_pi=2, e_aux=2, total_timesteps=96,
+            aux_frames=aux_frames, runs_dir=str(tmp_path / str(number)), device="cpu",
+        )  # fmt: skip
+        run_dir = ppg.main(args)
+        assert list(run_dir.parent.iterdir()) == [run_dir]
+        results.append(torch.load(run_dir / "model.pt", weights_only=True)["agent"])
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
