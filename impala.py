@@ -53,11 +53,12 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import micro_batches, resolve_precision, setup_device, to_device
+from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
 from common.max_pool import MaxPool2d
+from common.memory import micro_batches, to_device
 from common.run import Run, check_run, require_finite
 
 
@@ -75,6 +76,8 @@ class Args:
     case; auto: bf16 on a processor with instructions for it"""
     micro_batch_size: int | None = None
     """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
+    accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
+    """run the convolutional encoder as it is, compiled by torch.compile, or recorded as CUDA graphs (on a GPU)"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -710,7 +713,9 @@ def main(args: Args) -> Path:
     script = Path(__file__).name
     args.precision = resolve_precision(args.precision, args.device)
     resumed = find_run(args, script)
-    device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
+    device = setup_device(
+        args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
+    )
     num_groups = max(1, args.num_actors)
     envs_per_group = args.num_envs // num_groups
     groups = [
@@ -727,8 +732,11 @@ def main(args: Args) -> Path:
         for number in range(num_groups)
     ]
     agent = Agent(groups[0].single_observation_space, groups[0].single_action_space, args).to(device)
+    compile_encoders(agent, args.accelerate)
     if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps)
+        optimizer = torch.optim.Adam(
+            agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda"
+        )
     else:
         optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=args.rmsprop_eps)
     reward_normalizer = None

@@ -41,11 +41,12 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.device import empty, frame_store, micro_batches, resolve_precision, setup_device, to_device
+from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, recording, replay
 from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
 from common.errors import check_settings, one_line_errors, require
 from common.max_pool import MaxPool2d
+from common.memory import empty, frame_store, micro_batches, to_device
 from common.run import Run, check_run, require_finite
 
 
@@ -63,6 +64,8 @@ class Args:
     case; auto: bf16 on a processor with instructions for it"""
     micro_batch_size: int | None = None
     """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
+    accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
+    """run the convolutional encoder as it is, compiled by torch.compile, or recorded as CUDA graphs (on a GPU)"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -669,7 +672,9 @@ def main(args: Args) -> Path:
     script = Path(__file__).name
     args.precision = resolve_precision(args.precision, args.device)
     resumed = find_run(args, script)
-    device = setup_device(args.device, seed=args.seed, torch_deterministic=args.torch_deterministic)
+    device = setup_device(
+        args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
+    )
     envs = make_envs(
         args.env_id,
         args.num_envs,
@@ -682,8 +687,10 @@ def main(args: Args) -> Path:
     )
     observation_space, action_space = envs.single_observation_space, envs.single_action_space
     agent = Agent(observation_space, action_space, args).to(device)
+    compile_encoders(agent, args.accelerate)
     optimizer, value_optimizer, aux_optimizer = (
-        torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps) for _ in range(3)
+        torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
+        for _ in range(3)
     )
     reward_normalizer = None
     if args.norm_reward:

@@ -34,6 +34,8 @@ class MaxPool2d(nn.MaxPool2d):
         super().__init__(3, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(x)
         suits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.shape[1] % LANES == 0
         if suits and x.is_contiguous(memory_format=torch.channels_last) and kernels():
             return MaxPool.apply(x) if x.requires_grad and torch.is_grad_enabled() else max_pool(x)[0]

@@ -12,7 +12,8 @@ import impala
 import ppg
 import ppo
 from common import max_pool
-from common.device import micro_batches, resolve_precision
+from common.device import resolve_precision
+from common.memory import micro_batches
 
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
 ACTIONS = gym.spaces.Discrete(4)
@@ -21,12 +22,17 @@ CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
 
-def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, **settings) -> tuple[torch.Tensor, dict[str, float]]:
-    """How the parameters change by learning from random experience, and the metrics; the same for the same sizes."""
+def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, prepare=None, **settings):
+    """How the parameters change by learning from random experience, and the metrics; the same for the same sizes.
+
+    `prepare` is called with the agent once it lies on `device`.
+    """
     torch.manual_seed(0)
     sizes = {"num_minibatches": 2} | ({} if script is impala else {"num_envs": 6, "num_steps": 8})
     args = script.Args(**sizes, **settings)
-    agent = script.Agent(space, ACTIONS, args).to(dtype)
+    agent = script.Agent(space, ACTIONS, args).to(device, dtype)
+    if prepare is not None:
+        prepare(agent)
     start = parameters_to_vector(agent.parameters()).detach().clone()
     optimizer = torch.optim.SGD(agent.parameters(), lr=lr)
 
@@ -39,6 +45,7 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, **settings) -
         obs, actions, logprobs = observations(9, 6), torch.randint(0, 4, (8, 6)), -torch.rand(8, 6, dtype=dtype)
         rest = torch.randn(8, 6, dtype=dtype), (torch.rand(8, 6) < 0.2).to(dtype), torch.zeros(8, 6, dtype=dtype)
         batch = impala.Unroll(obs, actions, logprobs, *rest, agent.initial_state(6).to(dtype))
+        batch = impala.Unroll(*(x.to(device) for x in batch))
         metrics = impala.update(agent, optimizer, batch, args)
     else:
         rollout = script.new_rollout(8, 6, space, ACTIONS, CPU)
@@ -46,10 +53,11 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, **settings) -
             obs=observations(8, 6), actions=torch.randint(0, 4, (8, 6)), logprobs=-torch.rand(8, 6, dtype=dtype),
             values=torch.randn(8, 6, dtype=dtype),
         )  # fmt: skip
+        rollout = script.Rollout(*(x.to(device) for x in rollout))
         optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-        metrics = script.update(agent, *optimizers, rollout, torch.randn(8, 6, dtype=dtype), args)
+        metrics = script.update(agent, *optimizers, rollout, torch.randn(8, 6, dtype=dtype).to(device), args)
         if script is ppg:
-            phase = observations(2, 8, 6), torch.randn(2, 8, 6, dtype=dtype)
+            phase = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
             metrics |= ppg.auxiliary_phase(agent, optimizer, *phase, args, 0, Silent())
     return parameters_to_vector(agent.parameters()).detach() - start, {
         tag: value.item() for tag, value in metrics.items()

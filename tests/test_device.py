@@ -13,8 +13,9 @@ from helpers import Silent
 import impala
 import ppg
 import ppo
-from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
+from common.device import resolve_device, setup_device
 from common.errors import InputError
+from common.memory import frame_store, keep_freed_memory, to_device
 
 FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
 
