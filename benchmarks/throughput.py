@@ -80,8 +80,11 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> Any:
     """The script's settings with shorter rollouts in minibatches of the same size, for warm-up + `iterations`."""
     share = num_steps / args.num_steps
     args.num_minibatches = max(1, round(args.num_minibatches * share))
-    if algorithm == "ppg":  # an auxiliary phase after each iteration: per step it costs what one of 32 does
-        args.n_pi, args.num_aux_rollouts = 1, round(args.num_aux_rollouts / share)
+    if (
+        algorithm == "ppg"
+    ):  # an auxiliary phase after each iteration, if it fills a batch: per step it costs what one of 32 does
+        args.num_aux_rollouts = round(args.num_aux_rollouts / share)
+        args.n_pi = max(1, args.num_aux_rollouts // args.num_envs)
     args.num_steps = num_steps
     args.total_timesteps = (1 + iterations) * num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
     return args

@@ -1,6 +1,7 @@
 """The scripts in benchmarks/."""
 
 import csv
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import ppo
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
 import random_policy
+import throughput
 
 
 def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
@@ -54,3 +56,91 @@ def test_random_returns_have_the_quota_of_every_environment():
     assert returns.shape == (4, 3)
     assert np.isfinite(returns).all()
     assert len(np.unique(returns)) > 1
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
+def test_short_rollouts_keep_the_sizes_of_minibatches(algorithm):
+    """So that a step costs what it does at the default settings."""
+    script = importlib.import_module(algorithm)
+    default, short = script.Args(), throughput.shorten(algorithm, script.Args(), 32, iterations=3)
+    if algorithm == "impala":
+        sizes = [
+            args.sample_fraction * args.batch_size * args.num_steps / args.num_minibatches for args in (default, short)
+        ]
+        assert sizes == [384, 384]
+        assert short.num_updates == 4
+    else:
+        assert [args.batch_size / args.num_minibatches for args in (default, short)] == [2048, 2048]
+        assert short.num_iterations == 4
+    if algorithm == "ppg":
+        assert [args.num_aux_rollouts * args.num_steps for args in (default, short)] == [1024, 1024]
+    short.validate()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
+def test_throughput_measures_real_runs(algorithm):
+    job = {
+        "algorithm": algorithm, "repeat": 0, "sweep": "", "value": "", "env_id": "starpilot", "device": "cpu",
+        "num_steps": 2, "iterations": 2,
+    }  # fmt: skip
+    rows = [
+        throughput.alone(throughput.measure, job | {"configuration": configuration})
+        for configuration in ("plain", "default")
+    ]
+    assert rows[0]["precision"] == "fp32"
+    for row in rows:
+        assert row["steps_per_second"] > 0
+        assert all(row[f"{phase}_us"] > 0 for phase in ("act", "env", "learn"))
+        assert (row["aux_us"] > 0) == (algorithm == "ppg")
+        assert 0 < row["learn_share_of_matmul"] < 1
+        assert 0 < row["share_of_matmul"] < 1
+        assert 0.1 < row["peak_gb"] < 4
+    if algorithm != "impala":  # whose actor works at the same time
+        for row in rows:
+            busy = sum(row[f"{phase}_us"] for phase in throughput.PHASES)
+            assert busy < 1e6 / row["steps_per_second"]
+
+
+def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
+    """Ratios are those of one round, and the README's block is replaced, not its neighbours."""
+    rows = [
+        {
+            "algorithm": "ppo", "configuration": configuration, "repeat": repeat, "sweep": "", "value": "",
+            "precision": "fp32", "steps_per_second": speed, "act_us": 100, "env_us": 10, "learn_us": 900, "aux_us": 0,
+            "learn_share_of_matmul": 0.5, "aux_share_of_matmul": "", "share_of_matmul": 0.4, "peak_gb": 1.5,
+        }
+        for configuration, speeds in (("plain", (100, 200, 100)), ("default", (400, 900, 500)))
+        for repeat, speed in enumerate(speeds)
+    ]  # fmt: skip
+    rows.append({"algorithm": "ppo", "configuration": "default", "repeat": 0, "sweep": "memory", "peak_gb": 1.234})
+    out = tmp_path / "throughput"
+    out.mkdir()
+    with (out / "cpu.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    (out / "cpu.meta.json").write_text(json.dumps({"machine": "2 x Test", "commit": "0123456789abc", "command": "c"}))
+    (tmp_path / "README.md").write_text("before\n<!-- throughput cpu -->\nold\n<!-- end of throughput cpu -->\nafter\n")
+    monkeypatch.setattr(throughput, "ROOT", tmp_path)
+    throughput.main(throughput.Args(from_csv=True, update_readme=True, out=out, device="cpu"))
+    readme = (tmp_path / "README.md").read_text()
+    assert (
+        readme
+        == f"before\n<!-- throughput cpu -->\n{(out / 'cpu.md').read_text()}<!-- end of throughput cpu -->\nafter\n"
+    )
+    line = next(line for line in readme.splitlines() if line.startswith("| ppo default"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1:4] == ["500 [400, 900]", "4.50 [4.00, 5.00]", "-"]
+    assert cells[4:] == ["100", "10", "900", "0", "50%, -, 40%", "1.23"]
+    assert (out / "cpu.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("settings", [{"algorithms": ("dqn",)}, {"configurations": ("fast",)}, {"sweeps": ("colour",)}])
+def test_throughput_refuses_what_it_does_not_know(settings):
+    with pytest.raises(SystemExit, match="is not known: use"):
+        throughput.main(throughput.Args(**settings))
+
+
+def test_throughput_without_a_csv(tmp_path):
+    with pytest.raises(SystemExit, match="leave --from-csv out"):
+        throughput.main(throughput.Args(from_csv=True, out=tmp_path))
