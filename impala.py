@@ -38,7 +38,7 @@ import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -77,7 +77,8 @@ class Args:
     micro_batch_size: int | None = None
     """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
     accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
-    """run the convolutional encoder as it is, compiled by torch.compile, or recorded as CUDA graphs (on a GPU)"""
+    """run the learner's convolutional encoder as it is, compiled by torch.compile, or recorded as CUDA graphs (on a
+    GPU, with --num-actors 0)"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -200,6 +201,10 @@ class Args:
             self.num_minibatches <= drawn,
             f"--num-minibatches {self.num_minibatches} is more than the {drawn} "
             f"{'unrolls' if self.use_lstm else 'steps'} drawn from a batch: lower it, or raise --batch-size.",
+        )
+        require(
+            self.accelerate != "cudagraphs" or not self.num_actors,
+            "--accelerate cudagraphs cannot record while actors draw actions: use compile, or --num-actors 0.",
         )
         require(
             0 < self.c_bar <= self.rho_bar and self.pg_rho_bar > 0,
@@ -344,7 +349,8 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+        # without a cache of cast weights, which threads would share
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
 
@@ -616,9 +622,9 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
-def sum_metrics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of each tag over the parts of a minibatch, still on the device."""
-    return {tag: sum(part[tag] for part in parts) for tag in parts[0]}
+def sum_metrics(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each tag over the pieces of a minibatch, still on the device."""
+    return {tag: sum(piece[tag] for piece in pieces) for tag in pieces[0]}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -630,8 +636,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
     """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns the means of the metrics."""
     with torch.no_grad():  # a few unrolls at a time, to save memory
         fields = (x.chunk(args.num_minibatches, dim=1) for x in (batch.obs, batch.state, batch.dones))
-        pieces = [agent.unroll(*piece) for piece in zip(*fields, strict=True)]
-        params, values = (torch.cat(outputs, dim=1) for outputs in zip(*pieces, strict=True))
+        outputs = [agent.unroll(*piece) for piece in zip(*fields, strict=True)]
+        params, values = (torch.cat(output, dim=1) for output in zip(*outputs, strict=True))
         logprobs = action_dist(agent.action_space, params[:-1]).log_prob(batch.actions)
     logratio = logprobs - batch.logprobs
     targets, advantages = vtrace(
@@ -657,9 +663,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
         state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
         minibatch = [x[:, index] for x in samples] + [state]
         optimizer.zero_grad()
-        parts = []
-        for part in micro_batches(minibatch, args.micro_batch_size, dim=1):
-            obs, dones, actions, old_logprobs, batch_targets, batch_advantages, state = part
+        pieces = []
+        for piece in micro_batches(minibatch, args.micro_batch_size, dim=1):
+            obs, dones, actions, old_logprobs, batch_targets, batch_advantages, state = piece
             params, new_values = agent.unroll(obs, state, dones)
             dist = action_dist(agent.action_space, params)
             pg_loss, metrics = policy_loss(dist.log_prob(actions), old_logprobs, batch_advantages, clip_coef)
@@ -669,10 +675,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
             share = obs.shape[1] / len(index)
             (loss * share).backward()
             losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
-            parts.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
+            pieces.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
         grad_norm = clip_gradient(agent, args.max_grad_norm)
         optimizer.step()
-        history.append(sum_metrics(parts) | {"losses/grad_norm": grad_norm})
+        history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
     ratio = logratio.exp()
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
@@ -711,7 +717,7 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
-    args.precision = resolve_precision(args.precision, args.device)
+    args = replace(args, precision=resolve_precision(args.precision, args.device))
     resumed = find_run(args, script)
     device = setup_device(
         args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate

@@ -27,7 +27,7 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. What diff
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -337,7 +337,8 @@ class Agent(nn.Module):
         self.aux_value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+        # without a cache of cast weights, which threads would share
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
 
@@ -512,9 +513,9 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
-def sum_metrics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of each tag over the parts of a minibatch, still on the device."""
-    return {tag: sum(part[tag] for part in parts) for tag in parts[0]}
+def sum_metrics(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each tag over the pieces of a minibatch, still on the device."""
+    return {tag: sum(piece[tag] for piece in pieces) for tag in pieces[0]}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -543,34 +544,34 @@ def update(
     for opt, epochs, train_policy, train_value in passes:
         for _ in range(epochs):
             for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
-                minibatch = [
+                *minibatch, batch_advantages = (
                     x[:, batch].flatten(0, 1)
                     for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-                ]
+                )
                 if args.norm_adv == "minibatch":
-                    minibatch[-1] = normalize_advantages(minibatch[-1])
+                    batch_advantages = normalize_advantages(batch_advantages)
                 opt.zero_grad()
-                parts = []
-                for part in micro_batches(minibatch, args.micro_batch_size):
-                    obs, actions, logprobs, values, batch_returns, batch_advantages = part
+                pieces = []
+                for piece in micro_batches([*minibatch, batch_advantages], args.micro_batch_size):
+                    obs, actions, logprobs, values, piece_returns, piece_advantages = piece
                     _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
                     loss, losses, metrics = 0.0, {}, {}
                     if train_policy:
                         clip_coef, kl_penalty = args.clip_coef, args.kl_penalty
-                        pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, clip_coef, kl_penalty)
+                        pg_loss, metrics = policy_loss(new_logprobs, logprobs, piece_advantages, clip_coef, kl_penalty)
                         entropy_loss = entropy.mean()
                         loss = loss + pg_loss - args.ent_coef * entropy_loss
                         losses |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
                     if train_value:
-                        v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
+                        v_loss = value_loss(new_values, values, piece_returns, args.clip_coef_vf)
                         loss = loss + args.vf_coef * v_loss
                         losses |= {"losses/value_loss": v_loss}
-                    share = len(obs) / minibatch[0].shape[0]
+                    share = len(obs) / len(batch_advantages)
                     (loss * share).backward()
-                    parts.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
+                    pieces.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
                 grad_norm = clip_gradient(agent, args.max_grad_norm)
                 opt.step()
-                history.append(sum_metrics(parts) | {"losses/grad_norm": grad_norm})
+                history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
             if train_policy and args.target_kl is not None and history[-1]["losses/approx_kl"] > args.target_kl:
                 break
     deviations = [metrics["losses/ratio_deviation"] for metrics in history if "losses/ratio_deviation" in metrics]
@@ -626,9 +627,10 @@ def auxiliary_phase(
     """
     iterations, num_steps, num_envs = returns.shape
     # Rollout number k * N + n is that of environment n in iteration k.
-    rollouts = torch.arange(iterations * num_envs, device=obs.device)
+    rollouts = torch.arange(iterations * num_envs, device=returns.device)
 
     def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
+        batch = batch.to(x.device)
         return to_device(x[batch // num_envs, :, batch % num_envs].flatten(0, 1), returns.device)
 
     old_params = []
@@ -644,20 +646,21 @@ def auxiliary_phase(
         for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
             run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
             optimizer.zero_grad()  # also of the last gradient of the policy phase
-            parts = []
+            pieces = []
             for batch in group.split(args.num_aux_rollouts):
                 minibatch = steps_of(batch, obs), old_params[batch].flatten(0, 1), steps_of(batch, returns)
-                for batch_obs, batch_old_params, batch_returns in micro_batches(minibatch, args.micro_batch_size):
-                    params, values, aux_values = agent.get_policy_and_values(batch_obs)
+                for piece in micro_batches(minibatch, args.micro_batch_size):
+                    piece_obs, piece_old_params, piece_returns = piece
+                    params, values, aux_values = agent.get_policy_and_values(piece_obs)
                     dist = action_dist(agent.action_space, params)
-                    old_dist = action_dist(agent.action_space, batch_old_params)
-                    loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, batch_returns, args.beta_clone)
-                    share = len(batch_obs) / (len(group) * num_steps)
+                    old_dist = action_dist(agent.action_space, piece_old_params)
+                    loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, piece_returns, args.beta_clone)
+                    share = len(piece_obs) / (len(group) * num_steps)
                     (loss * share).backward()
-                    parts.append({tag: value.detach() * share for tag, value in metrics.items()})
+                    pieces.append({tag: value.detach() * share for tag, value in metrics.items()})
             grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
-            history.append(sum_metrics(parts) | {"losses/aux/grad_norm": grad_norm})
+            history.append(sum_metrics(pieces) | {"losses/aux/grad_norm": grad_norm})
     return mean_metrics(history)
 
 
@@ -670,7 +673,7 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
-    args.precision = resolve_precision(args.precision, args.device)
+    args = replace(args, precision=resolve_precision(args.precision, args.device))
     resumed = find_run(args, script)
     device = setup_device(
         args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate

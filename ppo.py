@@ -21,7 +21,7 @@ run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_p
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -302,7 +302,8 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+        # without a cache of cast weights, which threads would share
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
 
@@ -458,9 +459,9 @@ def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
 
 
-def sum_metrics(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of each tag over the parts of a minibatch, still on the device."""
-    return {tag: sum(part[tag] for part in parts) for tag in parts[0]}
+def sum_metrics(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each tag over the pieces of a minibatch, still on the device."""
+    return {tag: sum(piece[tag] for piece in pieces) for tag in pieces[0]}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
@@ -479,28 +480,28 @@ def update(
     history = []
     for _ in range(args.update_epochs):
         for batch in torch.randperm(args.batch_size, device=advantages.device).chunk(args.num_minibatches):
-            minibatch = [
+            *minibatch, batch_advantages = (
                 x.flatten(0, 1)[batch]
                 for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-            ]
+            )
             if args.norm_adv == "minibatch":
-                minibatch[-1] = normalize_advantages(minibatch[-1])
+                batch_advantages = normalize_advantages(batch_advantages)
             optimizer.zero_grad()
-            parts = []
-            for part in micro_batches(minibatch, args.micro_batch_size):
-                obs, actions, logprobs, values, batch_returns, batch_advantages = part
+            pieces = []
+            for piece in micro_batches([*minibatch, batch_advantages], args.micro_batch_size):
+                obs, actions, logprobs, values, piece_returns, piece_advantages = piece
                 _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
-                pg_loss, metrics = policy_loss(new_logprobs, logprobs, batch_advantages, args.clip_coef)
-                v_loss = value_loss(new_values, values, batch_returns, args.clip_coef_vf)
+                pg_loss, metrics = policy_loss(new_logprobs, logprobs, piece_advantages, args.clip_coef)
+                v_loss = value_loss(new_values, values, piece_returns, args.clip_coef_vf)
                 entropy_loss = entropy.mean()
                 loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
                 share = len(obs) / len(batch)
                 (loss * share).backward()
                 losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
-                parts.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
+                pieces.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
             grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
-            history.append(sum_metrics(parts) | {"losses/grad_norm": grad_norm})
+            history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
         if args.target_kl is not None and history[-1]["losses/approx_kl"] > args.target_kl:
             break
     return mean_metrics(history) | {
@@ -518,7 +519,7 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
-    args.precision = resolve_precision(args.precision, args.device)
+    args = replace(args, precision=resolve_precision(args.precision, args.device))
     resumed = find_run(args, script)
     device = setup_device(
         args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate

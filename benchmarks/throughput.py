@@ -6,8 +6,7 @@
 
 Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around the script's
 functions. Configurations take turns (A B C A B C ...), so that a machine that drifts slows all of them. Rollouts are
-shorter than by default (`--num-steps`), with minibatches and pieces of the same size, so that a step costs the same;
-`--full` runs whole default iterations.
+shorter than by default (`--num-steps`), with minibatches and pieces of the same size, so that a step costs the same.
 
 Configurations of the encoder (all else is the same):
 
@@ -33,7 +32,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import tyro
 
@@ -59,8 +58,6 @@ class Args:
     """measurements of each configuration, in turn"""
     num_steps: int = 32
     """steps of each environment in an iteration (on the CPU)"""
-    full: bool = False
-    """measure whole iterations of the default settings (PPG's policy phase then, without the auxiliary phase)"""
     sweeps: tuple[str, ...] = ()
     """also measure how the cost grows: num_envs (16 to 1024), feature_dim (x1, x2, x4), threads (of PyTorch)"""
     memory: bool = True
@@ -77,16 +74,24 @@ class Args:
 
 
 def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> Any:
-    """The script's settings with shorter rollouts in minibatches of the same size, for warm-up + `iterations`."""
-    share = num_steps / args.num_steps
-    args.num_minibatches = max(1, round(args.num_minibatches * share))
-    if (
-        algorithm == "ppg"
-    ):  # an auxiliary phase after each iteration, if it fills a batch: per step it costs what one of 32 does
-        args.num_aux_rollouts = round(args.num_aux_rollouts / share)
+    """The script's settings with shorter rollouts in minibatches of the same size, for warm-up + `iterations`.
+
+    With other than 64 environments, too, so that sweeps vary nothing else. Each iteration of PPG ends with an auxiliary
+    phase, or if its rollouts do not fill a batch of it, each few: per step it costs what one of 32 iterations does.
+    """
+    shorter = num_steps / args.num_steps
+    if algorithm == "impala":
+        args.num_minibatches = max(1, round(args.num_minibatches * shorter))
+        iteration = args.batch_size * num_steps
+    else:
+        args.num_minibatches = max(1, round(args.num_minibatches * shorter * args.num_envs / 64))
+        iteration = args.num_envs * num_steps
+    if algorithm == "ppg":
+        args.num_aux_rollouts = round(args.num_aux_rollouts / shorter)
         args.n_pi = max(1, args.num_aux_rollouts // args.num_envs)
+        iteration *= args.n_pi
     args.num_steps = num_steps
-    args.total_timesteps = (1 + iterations) * num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
+    args.total_timesteps = (1 + iterations) * iteration
     return args
 
 
@@ -144,13 +149,13 @@ def matmul_rate(device: Any, dtype: Any) -> float:
     """FLOP/s of the best of some matrix products."""
     import torch
 
-    best = 0.0
+    best, torch.backends.cuda.matmul.allow_tf32 = 0.0, True  # as convolutions do by default
     for size in (2048, 4096) if device.type == "cpu" else (4096, 8192):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        a, b, product = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
         for _ in range(8):
             synchronize(device)
             start = time.perf_counter()
-            a @ b
+            torch.mm(a, b, out=product)
             synchronize(device)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
@@ -213,22 +218,10 @@ class Clocks:
         def timed(*args, **kwargs):
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            synchronize(self.device)
+            if phase != "env":  # an actor would wait for the learner
+                synchronize(self.device)
             self.seconds[phase] += time.perf_counter() - start
             return result
-
-        return timed
-
-    def around_generator(self, phase: str, function: Any) -> Any:
-        def timed(*args, **kwargs):
-            generator = function(*args, **kwargs)
-            while True:
-                start = time.perf_counter()
-                item = next(generator, None)
-                self.seconds[phase] += time.perf_counter() - start
-                if item is None:
-                    return
-                yield item
 
         return timed
 
@@ -243,6 +236,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(job["value"])
     script, args, device = configure(job)
     clocks, marks, log = Clocks(device), [], Run.log
+    warm_up = getattr(args, "n_pi", 1)  # iterations
     make_envs = script.make_envs
 
     def make_timed_envs(*args, **kwargs):
@@ -250,18 +244,18 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         envs.step = clocks.around("env", envs.step)
         return envs
 
-    def marked_log(run, step, *args, **kwargs):  # the end of an iteration: the first one is the warm-up
+    def marked_log(run, step, *args, **kwargs):  # the end of an iteration
         log(run, step, *args, **kwargs)
         synchronize(device)
-        if not marks:
-            clocks.reset()
         marks.append((step, time.perf_counter()))
+        if len(marks) == warm_up:
+            clocks.reset()
 
     script.make_envs, Run.log = make_timed_envs, marked_log
     script.update = clocks.around("learn", script.update)
     if job["algorithm"] == "impala":
         args.log_interval = args.batch_size * args.num_steps
-        script.act = clocks.around_generator("collect", script.act)
+        script.Agent.step = clocks.around("act", script.Agent.step)
     else:
         script.collect = clocks.around("collect", script.collect)
     if job["algorithm"] == "ppg":
@@ -270,9 +264,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args.runs_dir = folder
         script.main(args)
-    (first, start), (last, end) = marks[0], marks[-1]
+    (first, start), (last, end) = marks[warm_up - 1], marks[-1]
     steps, seconds = last - first, clocks.seconds
-    seconds["act"] = seconds.pop("collect") - seconds["env"]
+    if job["algorithm"] != "impala":
+        seconds["act"] = seconds.pop("collect") - seconds["env"]
 
     forward, training = flops_per_frame(script, args)
     learn, aux = training * getattr(args, "update_epochs", 1), 0
@@ -300,24 +295,25 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """The peak memory of one script at its default sizes, in GB. For a process of its own.
 
-    PPG collects and keeps a whole policy phase, but trains on the first iteration's rollouts only, which takes minutes
-    less and as much memory.
+    PPG collects and keeps a whole policy phase, but trains on the rollouts of the first and the last iteration only,
+    which takes minutes less and as much memory.
     """
     script, args, device = configure(job | {"num_steps": None})
     args.total_timesteps = args.num_envs * 256
     if job["algorithm"] == "ppg":
         args.total_timesteps *= args.n_pi
         args.e_aux = 1
-        update, phase, metrics = script.update, script.auxiliary_phase, []
+        update, phase, results = script.update, script.auxiliary_phase, []
 
-        def first_update(*arguments):
-            metrics[:] = metrics or [update(*arguments)]
-            return dict(metrics[0])
+        def some_updates(*arguments):
+            some = len(results) in (0, args.n_pi - 1)
+            results.append(update(*arguments) if some else dict(results[0]))
+            return results[-1]
 
         def short_phase(agent, optimizer, obs, returns, *rest):
             return phase(agent, optimizer, obs[:1], returns[:1], *rest)
 
-        script.update, script.auxiliary_phase = first_update, short_phase
+        script.update, script.auxiliary_phase = some_updates, short_phase
     with tempfile.TemporaryDirectory() as folder:
         args.runs_dir = folder
         script.main(args)
@@ -342,11 +338,17 @@ def be_quiet() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def run_all(args: Args) -> list[dict[str, Any]]:
-    """All measurements, in turn; a line for each as it comes."""
+COLUMNS = [
+    *("algorithm", "configuration", "repeat", "sweep", "value", "precision", "steps_per_second"),
+    *(f"{phase}_us" for phase in PHASES),
+    *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul", "share_of_copy"),
+    *("peak_gb", "torch_threads"),
+]
+
+
+def run_all(args: Args, file: IO[str]) -> None:
+    """All measurements, in turn: a row of CSV and a line on the screen for each as it comes."""
     defaults = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps, "sweep": "", "value": ""}
-    if args.full:
-        defaults["num_steps"] = None
     jobs = [
         defaults | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat, "function": measure}
         for algorithm in args.algorithms
@@ -371,16 +373,22 @@ def run_all(args: Args) -> list[dict[str, Any]]:
             for configuration in args.configurations
             if configuration in ("plain", "default")
         ]
-    rows = []
+    writer = csv.DictWriter(file, COLUMNS, restval="")
+    writer.writeheader()
     for number, job in enumerate(jobs, 1):
-        job["iterations"] = 4 if job["configuration"] in ("fp32", "default") else 1
-        function = job.pop("function")
-        row = alone(function, job)
-        rows.append(row)
-        what = f"{row['algorithm']} {row['configuration']} {row['sweep']} {row['value']}".rstrip()
+        job["iterations"] = (
+            4 if job["configuration"] in ("fp32", "default") else 3 if job["algorithm"] == "impala" else 1
+        )
+        what = " ".join(str(job[key]) for key in ("algorithm", "configuration", "sweep", "value")).rstrip()
+        try:
+            row = alone(job.pop("function"), job)
+        except Exception as error:  # killed for its memory, say: the others still count
+            print(f"[{number}/{len(jobs)}] {what}: failed ({error!r})", flush=True)
+            continue
+        writer.writerow(row)
+        file.flush()
         speed = f"{row['steps_per_second']:.0f} steps/s, " if "steps_per_second" in row else ""
         print(f"[{number}/{len(jobs)}] {what}: {speed}{row['peak_gb']:.2f} GB", flush=True)
-    return rows
 
 
 # --------------------------------------------------------------------------------------------------- table and chart
@@ -500,14 +508,10 @@ def main(args: Args) -> None:
     path = args.out / f"{name}.csv"
     if not args.from_csv:
         meta = provenance("python benchmarks/throughput.py " + " ".join(sys.argv[1:]), device)
-        rows = run_all(args)
         args.out.mkdir(parents=True, exist_ok=True)
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        with path.open("w", newline="") as file:
+            run_all(args, file)
     if not path.exists():
         raise SystemExit(f"error: there is no {path}: leave --from-csv out to measure first.")
     with path.open(newline="") as file:

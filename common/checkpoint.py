@@ -33,7 +33,7 @@ CONTENT = {"format": int, "script": str, "args": dict, "step": int, "made_with":
 # What a resumed run may change. All else is refused, for it would be another run.
 MAY_CHANGE = {
     *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
-    *("device", "torch_deterministic", "num_threads"),
+    *("device", "torch_deterministic", "num_threads", "micro_batch_size", "accelerate", "aux_frames"),
     *("track", "wandb_project_name", "wandb_entity"),
 }
 ALL_STEPS = {"total_timesteps"}  # among them, but `auto` looks for a run of the same length
@@ -63,6 +63,8 @@ def saved_args(args_class: type) -> Any:
         return args_class()
     settings = read_args(Path(given[-1]))
     hints = get_type_hints(args_class)
+    # flags that are younger than the run have their defaults, where that cannot make it another run
+    settings = {name: getattr(args_class(), name) for name in MAY_CHANGE & hints.keys()} | settings
     unknown = [
         name for name in settings.keys() | hints if name not in hints or not fits(settings.get(name), hints[name])
     ]
@@ -304,6 +306,9 @@ class Checkpoints:
         run = self.run
         try:
             for name, part in self.parts.items():
+                if isinstance(part, torch.optim.Optimizer):  # which kernels it uses is a matter of the device
+                    for group, saved in zip(part.param_groups, checkpoint[name]["param_groups"], strict=True):
+                        saved.update({key: group[key] for key in ("fused",) if key in group})
                 part.load_state_dict(checkpoint[name])
             set_random_states(checkpoint["random"], run.device)
             self.loop, self.written = checkpoint["loop"], checkpoint["step"]

@@ -37,21 +37,21 @@ struct BFloat16 {
 
 // y[i, j] = the largest x of window (i, j), NaN if any is; taps[i, j] = where it was first found, 3 * row + column.
 template <typename T>
-void forward(const T* x, T* y, uint8_t* taps, long height, long width, long channels) {
-    long out_height = (height + 1) / 2, out_width = (width + 1) / 2;
-    for (long i = 0; i < out_height; i++)
-        for (long j = 0; j < out_width; j++)
-            for (long c = 0; c < channels; c += LANES) {
+void forward(const T* x, T* y, uint8_t* taps, int64_t height, int64_t width, int64_t channels) {
+    int64_t out_height = (height + 1) / 2, out_width = (width + 1) / 2;
+    for (int64_t i = 0; i < out_height; i++)
+        for (int64_t j = 0; j < out_width; j++)
+            for (int64_t c = 0; c < channels; c += LANES) {
                 Floats best = Floats{} - std::numeric_limits<float>::infinity();
-                Ints where = Ints{} + 4;
-                for (long a = (i == 0); a < 3 && 2 * i - 1 + a < height; a++)
-                    for (long b = (j == 0); b < 3 && 2 * j - 1 + b < width; b++) {
+                Ints where = Ints{} + (i == 0 ? 3 : 0) + (j == 0 ? 1 : 0);  // the first in the window
+                for (int64_t a = (i == 0); a < 3 && 2 * i - 1 + a < height; a++)
+                    for (int64_t b = (j == 0); b < 3 && 2 * j - 1 + b < width; b++) {
                         Floats value = T::load(x + ((2 * i - 1 + a) * width + 2 * j - 1 + b) * channels + c);
                         Ints take = (value > best) | (value != value);
                         best = take ? value : best;
                         where = take ? Ints{} + int32_t(3 * a + b) : where;
                     }
-                long at = (i * out_width + j) * channels + c;
+                int64_t at = (i * out_width + j) * channels + c;
                 T::store(best, y + at);
                 if (taps) {
                     Bytes bytes = __builtin_convertvector(where, Bytes);
@@ -63,17 +63,17 @@ void forward(const T* x, T* y, uint8_t* taps, long height, long width, long chan
 // dx[h, w] = the sum of dy over the windows (at most four) that took their largest value from there. Worked through in
 // blocks of 2x2: the windows (i, j), (i, j + 1), (i + 1, j) and (i + 1, j + 1) are all that reach into block (i, j).
 template <typename T>
-void backward(const T* dy, const uint8_t* taps, T* dx, long height, long width, long channels) {
-    long out_height = (height + 1) / 2, out_width = (width + 1) / 2;
-    for (long i = 0; i < out_height; i++)
-        for (long j = 0; j < out_width; j++)
-            for (long c = 0; c < channels; c += LANES) {
+void backward(const T* dy, const uint8_t* taps, T* dx, int64_t height, int64_t width, int64_t channels) {
+    int64_t out_height = (height + 1) / 2, out_width = (width + 1) / 2;
+    for (int64_t i = 0; i < out_height; i++)
+        for (int64_t j = 0; j < out_width; j++)
+            for (int64_t c = 0; c < channels; c += LANES) {
                 Floats grad[2][2];
                 Ints where[2][2];
                 for (int a = 0; a < 2; a++)
                     for (int b = 0; b < 2; b++) {
                         bool inside = i + a < out_height && j + b < out_width;
-                        long at = inside ? ((i + a) * out_width + j + b) * channels + c : c;
+                        int64_t at = inside ? ((i + a) * out_width + j + b) * channels + c : c;
                         where[a][b] = inside ? __builtin_convertvector(read<Bytes>(taps + at), Ints) : Ints{} - 1;
                         grad[a][b] = T::load(dy + at);
                     }
@@ -92,16 +92,16 @@ void backward(const T* dy, const uint8_t* taps, T* dx, long height, long width, 
 
 // Frames [batch, height, width, channels], channels a multiple of 16; `taps` may be null in the forward pass.
 #define MAX_POOL(T, NAME)                                                                                             \
-    extern "C" void forward_##NAME(const T* x, T* y, uint8_t* taps, long batch, long height, long width,             \
-                                   long channels, int threads) {                                                     \
-        long in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                  \
-        _Pragma("omp parallel for num_threads(threads)") for (long n = 0; n < batch; n++)                            \
+    extern "C" void forward_##NAME(const T* x, T* y, uint8_t* taps, int64_t batch, int64_t height, int64_t width,             \
+                                   int64_t channels, int threads) {                                                     \
+        int64_t in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                  \
+        _Pragma("omp parallel for num_threads(threads)") for (int64_t n = 0; n < batch; n++)                            \
             forward(x + n * in, y + n * out, taps ? taps + n * out : nullptr, height, width, channels);              \
     }                                                                                                                \
-    extern "C" void backward_##NAME(const T* dy, const uint8_t* taps, T* dx, long batch, long height, long width,    \
-                                    long channels, int threads) {                                                    \
-        long in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                  \
-        _Pragma("omp parallel for num_threads(threads)") for (long n = 0; n < batch; n++)                            \
+    extern "C" void backward_##NAME(const T* dy, const uint8_t* taps, T* dx, int64_t batch, int64_t height, int64_t width,    \
+                                    int64_t channels, int threads) {                                                    \
+        int64_t in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                  \
+        _Pragma("omp parallel for num_threads(threads)") for (int64_t n = 0; n < batch; n++)                            \
             backward(dy + n * out, taps + n * out, dx + n * in, height, width, channels);                            \
     }
 

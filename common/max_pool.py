@@ -73,7 +73,7 @@ def max_pool(x: Tensor, need_taps: bool = False) -> tuple[Tensor, Tensor | None]
 def call(name: str, dtype: torch.dtype, *tensors: Tensor | None, shape: torch.Size) -> None:
     batch, channels, height, width = shape
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    sizes = [ctypes.c_long(size) for size in (batch, height, width, channels)]
+    sizes = [ctypes.c_int64(size) for size in (batch, height, width, channels)]
     kernel = getattr(kernels(), f"{name}_{str(dtype).removeprefix('torch.')}")
     kernel(*pointers, *sizes, ctypes.c_int(torch.get_num_threads()))
 
@@ -89,18 +89,19 @@ def kernels() -> ctypes.CDLL | None:
 
 @functools.cache
 def build() -> ctypes.CDLL | None:
-    compiler = os.environ.get("CXX") or "c++"
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "max_pool.so")
-        # OpenMP: the threads are those that PyTorch has started, since both load libgomp.so.1
-        command = [*compiler.split(), "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library)]
-        try:
-            if not shutil.which(command[0]):
-                raise FileNotFoundError(f"there is no C++ compiler {command[0]!r}")
-            source = Path(__file__).with_suffix(".cpp")
-            subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=60)
+    compiler = (os.environ.get("CXX") or "c++").split()
+    source = Path(__file__).with_suffix(".cpp")
+    try:
+        if not shutil.which(compiler[0]):
+            raise FileNotFoundError(f"there is no C++ compiler {compiler[0]!r}")
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder, "max_pool.so")
+            # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
+            options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library), str(source)]
+            subprocess.run(compiler + options, check=True, capture_output=True, timeout=60)
             return ctypes.CDLL(str(library))
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = getattr(error, "stderr", b"").decode(errors="replace").strip().splitlines() or [str(error)]
-            print(f"note: max-pooling runs PyTorch's slower kernels ({reason[0]})", file=sys.stderr)
-            return None
+    except (OSError, subprocess.SubprocessError) as error:
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        reason = next(iter(output.splitlines()), error)
+        print(f"note: max-pooling runs PyTorch's slower kernels ({reason})", file=sys.stderr)
+        return None

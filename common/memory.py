@@ -52,7 +52,10 @@ def frame_store(
             ) from error
         return torch.from_numpy(array).view(dtype).view(shape)
     if device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
-        print(f"note: {num_bytes / 1e9:.1f} GB of frames do not fit on {device}: they stay in host memory.")
+        print(
+            f"note: {num_bytes / 1e9:.1f} GB of frames do not fit on {device}: they stay in host memory.",
+            file=sys.stderr,
+        )
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:

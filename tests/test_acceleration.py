@@ -1,12 +1,14 @@
 """What makes the scripts fast changes neither gradients nor what is logged."""
 
+import sys
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from helpers import Silent
 from torch.nn.utils import parameters_to_vector
-from torch.utils.flop_counter import FlopCounterMode
 
 import impala
 import ppg
@@ -14,6 +16,9 @@ import ppo
 from common import max_pool
 from common.device import resolve_precision
 from common.memory import micro_batches
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import throughput
 
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
 ACTIONS = gym.spaces.Discrete(4)
@@ -162,8 +167,6 @@ def test_the_flops_that_the_benchmark_counts_are_those_of_the_notes():
     forward = 0
     for channels, out, size in ((3, 16, 64), (16, 32, 32), (32, 32, 16)):
         forward += 2 * 9 * channels * out * size**2 + 4 * 2 * 9 * out * out * (size // 2) ** 2
-    forward += 2 * 2048 * 256 + 2 * 256 * (4 + 1)
-    agent = ppo.Agent(FRAMES, ACTIONS, ppo.Args())
-    with FlopCounterMode(display=False) as counter:
-        agent.get_action_and_value(torch.zeros(1, *FRAMES.shape, dtype=torch.uint8))
-    assert counter.get_total_flops() == forward
+    forward += 2 * 2048 * 256 + 2 * 256 * (15 + 1)
+    training = 3 * forward - 2 * 9 * 3 * 16 * 64**2  # but no gradient of the frames
+    assert throughput.flops_per_frame(ppo, ppo.Args()) == (forward, training)

@@ -986,3 +986,33 @@ def test_environments_go_on_where_they_were(env_id):
             )
     assert ended
     envs.close(), other.close()
+
+
+def test_a_run_older_than_some_flags(run_copy, monkeypatch):
+    """Its args.json lacks them; where they cannot make it another run, they have their defaults."""
+    script, path = run_copy
+    settings = json.loads((path / "args.json").read_text())
+    younger = {"micro_batch_size", "accelerate", "aux_frames"}
+    (path / "args.json").write_text(json.dumps({name: settings[name] for name in settings.keys() - younger}))
+    monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path), "--micro-batch-size", "7"])
+    args = tyro.cli(script.Args, default=checkpoint.saved_args(script.Args))
+    assert args == script.Args(**settings | {"resume": str(path), "micro_batch_size": 7})
+    (path / "args.json").write_text(json.dumps({name: settings[name] for name in settings.keys() - {"gamma"}}))
+    with pytest.raises(InputError, match=r"a script with other flags .*--gamma"):
+        checkpoint.saved_args(script.Args)
+
+
+def test_a_resumed_optimizer_keeps_the_kernels_of_its_device(tmp_path):
+    """A run of the CPU goes on with fused kernels on a GPU, and the other way round; here both on the CPU."""
+    for fused in (True, False):
+        agent = torch.nn.Linear(2, 2)
+        optimizer, other = (torch.optim.Adam(agent.parameters(), fused=value) for value in (fused, not fused))
+        agent(torch.ones(2)).sum().backward()
+        other.step()
+        load = checkpoint.Checkpoints.load
+        stub = SimpleNamespace(run=SimpleNamespace(device=torch.device("cpu"), path=tmp_path, made_with=""))
+        stub.parts = {"optimizer": optimizer}
+        states = checkpoint.random_states(torch.device("cpu"))
+        load(stub, {"optimizer": other.state_dict(), "random": states, "loop": {}, "step": 0, "made_with": ""})
+        assert optimizer.param_groups[0]["fused"] is fused
+        optimizer.step()

@@ -120,7 +120,7 @@ def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatc
     assert made.pop()["device"] == cuda
     frame_store((3 * 10**9,), torch.uint8, cuda, "memory", None, "--n-pi")
     assert made.pop()["pin_memory"]
-    assert "3.0 GB of frames do not fit" in capsys.readouterr().out
+    assert "3.0 GB of frames do not fit" in capsys.readouterr().err
 
 
 def test_to_device_pins_what_goes_to_a_gpu(monkeypatch):

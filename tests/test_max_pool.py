@@ -114,6 +114,21 @@ def test_the_encoder_uses_the_kernels(monkeypatch):
     assert calls == (["forward"] * 3 + ["backward"] * 3) * 2
 
 
+@needs_compiler
+def test_a_window_of_negative_infinities_has_its_first_value_as_the_largest():
+    x, dy = torch.full((1, 16, 5, 5), -torch.inf).contiguous(memory_format=torch.channels_last), torch.ones(1, 16, 3, 3)
+    assert torch.equal(pooled(MaxPool2d(), x, dy)[1], pooled(reference, x, dy)[1])
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch, capsys):
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert max_pool.build.__wrapped__() is None
+    assert "note: max-pooling runs PyTorch's slower kernels" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"], ids=["missing", "failing"])
 def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler):
     program = (
