@@ -499,11 +499,9 @@ def main(args: Args) -> None:
         if unknown:
             raise SystemExit(f"error: --{flag} {sorted(unknown)[0]} is not known: use {', '.join(known)}.")
     from common.device import resolve_device
-    from common.errors import one_line_errors
     from common.run import provenance
 
-    with one_line_errors():
-        device = resolve_device(args.device)
+    device = resolve_device(args.device)
     name = "cpu" if device.type == "cpu" else "gpu"
     path = args.out / f"{name}.csv"
     if not args.from_csv:
@@ -526,4 +524,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    from common.errors import one_line_errors
+
+    with one_line_errors():
+        main(tyro.cli(Args))
