@@ -73,8 +73,8 @@ class Args:
 # -------------------------------------------------------------------------------------- in the process of a measurement
 
 
-def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> Any:
-    """The script's settings with shorter rollouts in minibatches of the same size, for warm-up + `iterations`.
+def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
+    """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more.
 
     With other than 64 environments, too, so that sweeps vary nothing else. Each iteration of PPG ends with an auxiliary
     phase, or if its rollouts do not fill a batch of it, each few: per step it costs what one of 32 iterations does.
@@ -92,7 +92,6 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> Any:
         iteration *= args.n_pi
     args.num_steps = num_steps
     args.total_timesteps = (1 + iterations) * iteration
-    return args
 
 
 def make_plain(script: Any, args: Any, configuration: str) -> None:
@@ -112,6 +111,11 @@ def make_plain(script: Any, args: Any, configuration: str) -> None:
         script.ImpalaCNN.forward = forward
 
 
+def identity(job: dict[str, Any]) -> dict[str, Any]:
+    """What a row of the CSV says of its job."""
+    return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")}
+
+
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
     import importlib
@@ -122,11 +126,6 @@ def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     args = script.Args(env_id=job["env_id"], device=job["device"], precision="auto")
     if job["sweep"] in ("num_envs", "feature_dim"):
         setattr(args, job["sweep"], job["value"])
-    if job["num_steps"]:
-        args = shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
-    else:
-        args.total_timesteps = (1 + job["iterations"]) * args.num_envs * 256
-        args.e_aux = 1  # of PPG: a run of a few iterations ends with an auxiliary phase
     if job["configuration"] == "fp32":
         args.precision = "fp32"
     elif job["configuration"].startswith("plain"):
@@ -208,11 +207,11 @@ class Clocks:
     """Seconds spent in functions, since `reset`."""
 
     def __init__(self, device: Any):
-        self.device, self.enabled = device, False
+        self.device = device
         self.reset()
 
     def reset(self) -> None:
-        self.seconds, self.start = defaultdict(float), time.perf_counter()
+        self.seconds = defaultdict(float)
 
     def around(self, phase: str, function: Any) -> Any:
         def timed(*args, **kwargs):
@@ -235,6 +234,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     if job["sweep"] == "threads":
         torch.set_num_threads(job["value"])
     script, args, device = configure(job)
+    shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
     clocks, marks, log = Clocks(device), [], Run.log
     warm_up = getattr(args, "n_pi", 1)  # iterations
     make_envs = script.make_envs
@@ -278,7 +278,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     peak = matmul_rate(device, dtype)
     return {
-        **{key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")},
+        **identity(job),
         "precision": args.precision,
         "steps_per_second": steps / (end - start),
         **{f"{phase}_us": seconds[phase] / steps * 1e6 for phase in PHASES},
@@ -298,7 +298,7 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     PPG collects and keeps a whole policy phase, but trains on the rollouts of the first and the last iteration only,
     which takes minutes less and as much memory.
     """
-    script, args, device = configure(job | {"num_steps": None})
+    script, args, device = configure(job)
     args.total_timesteps = args.num_envs * 256
     if job["algorithm"] == "ppg":
         args.total_timesteps *= args.n_pi
@@ -317,10 +317,7 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args.runs_dir = folder
         script.main(args)
-    return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")} | {
-        "precision": args.precision,
-        "peak_gb": peak_memory(device),
-    }
+    return identity(job) | {"precision": args.precision, "peak_gb": peak_memory(device)}
 
 
 # --------------------------------------------------------------------------------------------------- the measurements
@@ -346,42 +343,46 @@ COLUMNS = [
 ]
 
 
-def run_all(args: Args, file: IO[str]) -> None:
-    """All measurements, in turn: a row of CSV and a line on the screen for each as it comes."""
-    defaults = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps, "sweep": "", "value": ""}
-    jobs = [
-        defaults | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat, "function": measure}
-        for algorithm in args.algorithms
-        for repeat in range(args.repeats)
-        for configuration in args.configurations
-    ]
-    for sweep in args.sweeps:
-        jobs += [
-            defaults | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat, "function": measure}
-            | {"sweep": sweep, "value": value}
+def plan(args: Args) -> list[dict[str, Any]]:
+    """The measurements to make, in turn. `measure` and `measure_memory` say what they want of a job."""
+
+    def jobs(repeats: int, sweep: str = "", values: tuple[Any, ...] = ("",)) -> list[dict[str, Any]]:
+        return [
+            {
+                "algorithm": algorithm,
+                "configuration": configuration,
+                "repeat": repeat,
+                "sweep": sweep,
+                "value": value,
+                "env_id": args.env_id,
+                "device": args.device,
+                "num_steps": args.num_steps,
+                "iterations": 4 if not configuration.startswith("plain") else 3 if algorithm == "impala" else 1,
+            }
             for algorithm in args.algorithms
-            for repeat in range(args.repeats)
-            for value in SWEEPS[sweep]
+            for repeat in range(repeats)
+            for value in values
             for configuration in args.configurations
-        ]  # fmt: skip
-    if args.memory:
-        jobs += [
-            defaults
-            | {"algorithm": algorithm, "configuration": configuration, "repeat": 0, "function": measure_memory}
-            | {"sweep": "memory", "value": "default sizes"}
-            for algorithm in args.algorithms
-            for configuration in args.configurations
-            if configuration in ("plain", "default")
         ]
+
+    planned = jobs(args.repeats)
+    for sweep in args.sweeps:
+        planned += jobs(args.repeats, sweep, SWEEPS[sweep])
+    if args.memory:
+        at_defaults = jobs(1, "memory", ("default sizes",))
+        planned += [job for job in at_defaults if job["configuration"] in ("plain", "default")]
+    return planned
+
+
+def run_all(args: Args, file: IO[str]) -> None:
+    """All measurements: a row of CSV and a line on the screen for each as it comes."""
+    jobs = plan(args)
     writer = csv.DictWriter(file, COLUMNS, restval="")
     writer.writeheader()
     for number, job in enumerate(jobs, 1):
-        job["iterations"] = (
-            4 if job["configuration"] in ("fp32", "default") else 3 if job["algorithm"] == "impala" else 1
-        )
         what = " ".join(str(job[key]) for key in ("algorithm", "configuration", "sweep", "value")).rstrip()
         try:
-            row = alone(job.pop("function"), job)
+            row = alone(measure_memory if job["sweep"] == "memory" else measure, job)
         except Exception as error:  # killed for its memory, say: the others still count
             print(f"[{number}/{len(jobs)}] {what}: failed ({error!r})", flush=True)
             continue
@@ -483,10 +484,12 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
 
 def fill_readme(name: str, text: str) -> None:
     """Put `text` between the README's marks for `name`."""
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(f"<!-- throughput {name} -->\n", 1)
-    _, after = rest.split(f"<!-- end of throughput {name} -->", 1)
-    readme.write_text(f"{before}<!-- throughput {name} -->\n{text}<!-- end of throughput {name} -->{after}")
+    readme, start, end = ROOT / "README.md", f"<!-- throughput {name} -->\n", f"<!-- end of throughput {name} -->"
+    before, found, rest = readme.read_text().partition(start)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise SystemExit(f"error: {readme} has no lines {start.strip()} and {end} to put the table between: add them.")
+    readme.write_text(before + start + text + end + after)
 
 
 def main(args: Args) -> None:

@@ -92,17 +92,17 @@ void backward(const T* dy, const uint8_t* taps, T* dx, int64_t height, int64_t w
 
 // Frames [batch, height, width, channels], channels a multiple of 16; `taps` may be null in the forward pass.
 #define MAX_POOL(T, NAME)                                                                                             \
-    extern "C" void forward_##NAME(const T* x, T* y, uint8_t* taps, int64_t batch, int64_t height, int64_t width,             \
-                                   int64_t channels, int threads) {                                                     \
-        int64_t in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                  \
-        _Pragma("omp parallel for num_threads(threads)") for (int64_t n = 0; n < batch; n++)                            \
-            forward(x + n * in, y + n * out, taps ? taps + n * out : nullptr, height, width, channels);              \
-    }                                                                                                                \
-    extern "C" void backward_##NAME(const T* dy, const uint8_t* taps, T* dx, int64_t batch, int64_t height, int64_t width,    \
-                                    int64_t channels, int threads) {                                                    \
-        int64_t in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                  \
-        _Pragma("omp parallel for num_threads(threads)") for (int64_t n = 0; n < batch; n++)                            \
-            backward(dy + n * out, taps + n * out, dx + n * in, height, width, channels);                            \
+    extern "C" void forward_##NAME(const T* x, T* y, uint8_t* taps, int64_t batch, int64_t height, int64_t width,     \
+                                   int64_t channels, int threads) {                                                   \
+        int64_t in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                \
+        _Pragma("omp parallel for num_threads(threads)") for (int64_t n = 0; n < batch; n++)                          \
+            forward(x + n * in, y + n * out, taps ? taps + n * out : nullptr, height, width, channels);               \
+    }                                                                                                                 \
+    extern "C" void backward_##NAME(const T* dy, const uint8_t* taps, T* dx, int64_t batch, int64_t height,           \
+                                    int64_t width, int64_t channels, int threads) {                                   \
+        int64_t in = height * width * channels, out = (height + 1) / 2 * ((width + 1) / 2) * channels;                \
+        _Pragma("omp parallel for num_threads(threads)") for (int64_t n = 0; n < batch; n++)                          \
+            backward(dy + n * out, taps + n * out, dx + n * in, height, width, channels);                             \
     }
 
 MAX_POOL(Float32, float32)

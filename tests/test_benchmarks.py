@@ -62,7 +62,8 @@ def test_random_returns_have_the_quota_of_every_environment():
 def test_short_rollouts_keep_the_sizes_of_minibatches(algorithm):
     """So that a step costs what it does at the default settings."""
     script = importlib.import_module(algorithm)
-    default, short = script.Args(), throughput.shorten(algorithm, script.Args(), 32, iterations=3)
+    default, short = script.Args(), script.Args()
+    throughput.shorten(algorithm, short, 32, iterations=3)
     if algorithm == "impala":
         sizes = [
             args.sample_fraction * args.batch_size * args.num_steps / args.num_minibatches for args in (default, short)
@@ -139,6 +140,25 @@ def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
 def test_throughput_refuses_what_it_does_not_know(settings):
     with pytest.raises(SystemExit, match="is not known: use"):
         throughput.main(throughput.Args(**settings))
+
+
+def test_throughput_without_marks_in_the_readme(tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("<!-- throughput gpu -->\n<!-- end of throughput gpu -->\n")
+    with pytest.raises(SystemExit, match="no lines <!-- throughput cpu -->"):
+        throughput.fill_readme("cpu", "table\n")
+
+
+def test_throughput_configurations_alternate():
+    args = throughput.Args(algorithms=("ppo",), configurations=("plain", "fp32"), repeats=2, sweeps=("feature_dim",))
+    jobs = [(job["sweep"], job["value"], job["repeat"], job["configuration"]) for job in throughput.plan(args)]
+    assert jobs[:4] == [("", "", 0, "plain"), ("", "", 0, "fp32"), ("", "", 1, "plain"), ("", "", 1, "fp32")]
+    assert jobs[4:7] == [
+        ("feature_dim", 256, 0, "plain"),
+        ("feature_dim", 256, 0, "fp32"),
+        ("feature_dim", 512, 0, "plain"),
+    ]
+    assert jobs[-1] == ("memory", "default sizes", 0, "plain")
 
 
 def test_throughput_without_a_csv(tmp_path):
