@@ -55,7 +55,7 @@ from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
 from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, replayable
-from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, make_envs
+from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, group_seed, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
 from common.max_pool import MaxPool2d
 from common.memory import micro_batches, to_device
@@ -692,11 +692,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
 
 
 # --------------------------------------------------------------------------------------------------------------- main
-
-
-def group_seed(seed: int, number: int) -> int:
-    """Seed of actor `number`'s environments: `seed` for the first, for others unlike any of a neighbouring seed's."""
-    return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
 
 
 def record_episodes(run: Run, step: int, batch: list[Experience], num_steps: int) -> None:

@@ -21,7 +21,9 @@ run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_p
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -37,7 +39,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
 from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states
-from common.envs import RecordFirstEnv, RewardNormalizer, make_envs
+from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
 from common.errors import check_settings, one_line_errors, require
 from common.max_pool import MaxPool2d
 from common.memory import empty, micro_batches, to_device
@@ -94,6 +96,8 @@ class Args:
     """C++ threads that step Procgen"""
     num_envs: int = 64
     """environments stepped side by side (N)"""
+    num_env_groups: int = 1
+    """groups that take turns: with 2, Procgen steps one half of the environments while the policy acts for the other"""
 
     # ---- algorithm
     total_timesteps: int = 25_000_000
@@ -153,8 +157,8 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps keep_checkpoints num_envs num_steps num_minibatches update_epochs clip_coef "
-            "clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
+            positive="total_timesteps keep_checkpoints num_envs num_env_groups num_steps num_minibatches update_epochs "
+            "clip_coef clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
             not_negative="checkpoint_interval learning_rate adam_eps ent_coef vf_coef",
             fractions="gamma gae_lambda norm_reward_gamma",
         )
@@ -365,28 +369,37 @@ def collect(
 ) -> tuple[Tensor, int]:
     """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
 
-    Returns the observations and the number of steps at its end. `run` is told of every episode that ends.
+    Returns the observations and the number of steps at its end. `run` is told of every episode that ends. Groups of
+    environments (`--num-env-groups`) take turns: each is stepped while the policy acts for the next.
     """
     rewards, dones = np.zeros(rollout.rewards.shape, np.float32), np.zeros(rollout.dones.shape, np.float32)
     rollout.truncation_values.zero_()
-    for t in range(len(rewards)):
-        rollout.obs[t] = obs
-        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(obs)
-        rollout.actions[t] = action
-        next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
-        dones[t] = terminations | truncations
-        cut = truncations & ~terminations  # by a time limit alone
-        if cut.any():
-            final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
-            rollout.truncation_values[t, cut] = agent.get_value(final_obs)
-        obs = to_device(next_obs, obs.device).to(obs.dtype)
-        step += envs.num_envs
-        run.episodes(step, infos)
+    obs = obs.clone()
+
+    def play(group: gym.vector.VectorEnv, part: slice) -> Iterator[None]:
+        for t in range(len(rewards)):
+            rollout.obs[t, part] = obs[part]
+            action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
+            rollout.actions[t, part] = action
+            actions = action.cpu().numpy()
+            start_step(group, actions)
+            yield  # the next group's turn, if there is one
+            next_obs, rewards[t, part], terminations, truncations, infos = group.step(actions)
+            dones[t, part] = terminations | truncations
+            cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
+            if len(cut):
+                final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
+                rollout.truncation_values[t, part.start + cut] = agent.get_value(final_obs)
+            obs[part] = to_device(next_obs, obs.device)
+            run.episodes(step + (t + 1) * envs.num_envs, infos, part.start)
+
+    for _ in zip_longest(*(play(*group) for group in env_groups(envs))):  # in turn
+        pass
     if reward_normalizer is not None:
         rewards = reward_normalizer(rewards, dones)
     rollout.rewards.copy_(torch.as_tensor(rewards))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step
+    return obs, step + rewards.size
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -533,6 +546,7 @@ def main(args: Args) -> Path:
         start_level=args.start_level,
         num_threads=args.num_threads,
         capture_video=args.capture_video,
+        num_groups=args.num_env_groups,
     )
     observation_space, action_space = envs.single_observation_space, envs.single_action_space
     agent = Agent(observation_space, action_space, args).to(device)

@@ -16,7 +16,7 @@ import torch
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from common.envs import ProcgenVectorEnv, RecordFirstEnv
+from common.envs import EnvGroups, ProcgenVectorEnv, RecordFirstEnv, env_groups
 from common.errors import InputError
 
 
@@ -25,6 +25,8 @@ def env_states(envs: VectorEnv, obs: torch.Tensor) -> list[dict[str, Any]]:
 
     Its "env" is None where that cannot be kept.
     """
+    if isinstance(envs, EnvGroups):
+        return [state for group, part in env_groups(envs) for state in env_states(group, obs[part])]
     base, obs = envs.unwrapped, obs.cpu()
     statistics = wrapper(envs, RecordEpisodeStatistics)
     if isinstance(base, ProcgenVectorEnv):
@@ -46,6 +48,8 @@ def env_states(envs: VectorEnv, obs: torch.Tensor) -> list[dict[str, Any]]:
 
 def load_env_states(envs: VectorEnv, states: list[dict[str, Any]]) -> torch.Tensor:
     """Put environments that have been reset into `states`; return the observations [N, ...] to go on from."""
+    if isinstance(envs, EnvGroups):
+        return torch.cat([load_env_states(group, states[part]) for group, part in env_groups(envs)])
     base, statistics, video = envs.unwrapped, wrapper(envs, RecordEpisodeStatistics), wrapper(envs, RecordFirstEnv)
     if not replayable(states):
         print("note: these environments cannot be put back where they were: they start new episodes", file=sys.stderr)
@@ -84,6 +88,10 @@ def replay(envs: VectorEnv, recorded: dict[str, Any], obs: torch.Tensor, end: li
     """
     if "obs" in recorded:
         obs.copy_(recorded["obs"])
+    elif isinstance(envs, EnvGroups):
+        for group, part in env_groups(envs):
+            of_group = {"start": recorded["start"][part], "actions": recorded["actions"][:, :, part]}
+            replay(group, of_group, obs[:, :, part], end[part])
     elif len(obs):
         video = wrapper(envs, RecordFirstEnv)
         envs = envs if video is None else video.env  # nothing is filmed twice

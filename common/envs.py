@@ -43,6 +43,7 @@ def make_envs(
     start_level: int = 0,
     num_threads: int = 4,
     capture_video: bool = False,
+    num_groups: int = 1,
 ) -> VectorEnv:
     """Make `num_envs` copies of a Procgen game (or of several: "coinrun,maze") or of a Gymnasium task.
 
@@ -56,12 +57,32 @@ def make_envs(
         seed: of Procgen's level draws. Gymnasium tasks are seeded by `reset(seed=...)`, which Procgen's ignore.
         distribution_mode, num_levels, start_level, num_threads: of Procgen; see `ProcgenVectorEnv`.
         capture_video: make the environments fit to be wrapped in `RecordFirstEnv`.
+        num_groups: with more than one, an `EnvGroups`; see there.
 
     Raises:
         InputError: no such game or task, or settings or spaces that cannot work.
     """
     if num_envs < 1:
         raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
+    if num_groups > 1:
+        if num_envs % num_groups:
+            raise InputError(f"--num-envs {num_envs} cannot be shared by {num_groups} groups: use a multiple of it.")
+        if capture_video:
+            raise InputError("--capture-video needs all environments in one group: leave --num-env-groups out.")
+        return EnvGroups(
+            [
+                make_envs(
+                    env_id,
+                    num_envs // num_groups,
+                    seed=group_seed(seed, number),
+                    distribution_mode=distribution_mode,
+                    num_levels=num_levels,
+                    start_level=start_level,
+                    num_threads=num_threads,
+                )
+                for number in range(num_groups)
+            ]
+        )
     if capture_video and not importlib.util.find_spec("av"):
         raise InputError("--capture-video needs a video encoder: pip install av, or leave --capture-video out.")
     games = env_id.split(",")
@@ -142,6 +163,7 @@ class ProcgenVectorEnv(VectorEnv):
             **levels,
         )
         self.games = games
+        self.started = False  # whether `start` has begun the step that `step` is to finish
         self.num_envs = num_envs
         self.render_mode = "rgb_array" if render else None
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
@@ -155,9 +177,16 @@ class ProcgenVectorEnv(VectorEnv):
         _, observation, _ = self.gym3_env.observe()
         return observation["rgb"], {}
 
+    def start(self, actions: np.ndarray) -> None:
+        """Begin a step, which the C++ threads then make. Only `step`, with the same actions, may follow."""
+        self.gym3_env.act(actions)
+        self.started = True
+
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Take one action in each environment: int [num_envs]."""
-        self.gym3_env.act(actions)
+        if not self.started:
+            self.start(actions)
+        self.started = False
         rewards, observation, first = self.gym3_env.observe()
         return observation["rgb"], rewards, first, np.zeros_like(first), {}
 
@@ -171,6 +200,53 @@ class ProcgenVectorEnv(VectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         self.gym3_env.close()
+
+
+class EnvGroups(VectorEnv):
+    """Groups of environments that are stepped on their own, so that one is stepped while a policy acts for another.
+
+    (Double-buffered sampling: Petrenko et al. 2020, https://arxiv.org/abs/2006.11751, section 3.2.) There is no `step`
+    for all of them: `env_groups` gives the groups.
+    """
+
+    def __init__(self, groups: list[VectorEnv]):
+        self.groups = groups
+        self.num_envs = sum(group.num_envs for group in groups)
+        self.single_observation_space = groups[0].single_observation_space
+        self.single_action_space = groups[0].single_action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Reset all groups; returns all observations [num_envs, ...] and no infos."""
+        seeds = [None if seed is None else seed + part.start for _, part in env_groups(self)]
+        pairs = zip(self.groups, seeds, strict=True)
+        return np.concatenate([group.reset(seed=seed, options=options)[0] for group, seed in pairs]), {}
+
+    def close_extras(self, **kwargs: Any) -> None:
+        for group in self.groups:
+            group.close(**kwargs)
+
+
+def env_groups(envs: VectorEnv) -> list[tuple[VectorEnv, slice]]:
+    """The groups of `envs`, each with the numbers of its environments; a plain vector environment is a single group."""
+    groups, first = envs.groups if isinstance(envs, EnvGroups) else [envs], 0
+    numbered = []
+    for group in groups:
+        numbered.append((group, slice(first, first + group.num_envs)))
+        first += group.num_envs
+    return numbered
+
+
+def group_seed(seed: int, number: int) -> int:
+    """Seed of group `number`'s environments: `seed` for the first, for others unlike any of a neighbouring seed's."""
+    return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
+
+
+def start_step(envs: VectorEnv, actions: np.ndarray) -> None:
+    """Let Procgen's threads begin the step that `envs.step(actions)` finishes. Gymnasium tasks have no such threads."""
+    if isinstance(envs.unwrapped, ProcgenVectorEnv) and envs.unwrapped.render_mode is None:  # a video draws before it
+        envs.unwrapped.start(actions)
 
 
 def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> VectorEnv:

@@ -265,10 +265,11 @@ class Run:
         except OSError as error:
             raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 
-    def episodes(self, step: int, infos: Mapping[str, Any]) -> None:
-        """Record every episode that `infos` (of the vector environment's step) reports as finished."""
-        for episode in finished_episodes(infos):
-            self.episode(step, *episode)
+    def episodes(self, step: int, infos: Mapping[str, Any], first_env: int = 0) -> None:
+        """Record every episode that `infos` reports as finished: those of a step of a vector environment, whose
+        environments are number `first_env` and up."""
+        for env, episodic_return, length in finished_episodes(infos):
+            self.episode(step, first_env + env, episodic_return, length)
 
     def episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
         """Record an episode of environment number `env` that finished at `step`."""

@@ -7,17 +7,18 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from common.envs import make_envs
+from common.envs import finished_episodes, make_envs
 
 
 class Silent:
     """Stands in for common.run.Run where one part of a script is under test; keeps the steps it is told of."""
 
     def __init__(self):
-        self.steps = []
+        self.steps, self.finished = [], []
 
-    def episodes(self, step, infos):
+    def episodes(self, step, infos, first_env=0):
         self.steps.append(step)
+        self.finished += [(step, first_env + env, *rest) for env, *rest in finished_episodes(infos)]
 
     def show(self, step, phase):
         pass

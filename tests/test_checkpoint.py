@@ -137,6 +137,19 @@ def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, t
     check_same_run(path, undisturbed(script, **settings))
 
 
+@pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("env_id", ["starpilot", "CartPole-v1"])
+def test_interrupted_groups_are_the_same_run(script, env_id, undisturbed, tmp_path, monkeypatch):
+    settings = {"env_id": env_id, "num_env_groups": 2}
+    with monkeypatch.context() as patch:
+        interrupt(patch, script, 8)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(make_args(script, tmp_path, **settings))
+    (path,) = tmp_path.iterdir()
+    resume(script, path)
+    check_same_run(path, undisturbed(script, **settings))
+
+
 def test_interrupted_lstm_is_the_same_run(undisturbed, tmp_path, monkeypatch):
     """It is resumed in mid-episode: they have 4 steps."""
     settings = {"env_id": "TestCue-v0", "use_lstm": True, "num_steps": 5}

@@ -1,0 +1,132 @@
+"""Groups of environments that take turns, --num-env-groups."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import Silent, deterministic_files, parameters
+
+import ppg
+import ppo
+from common.env_state import env_states, load_env_states, same
+from common.envs import env_groups, make_envs, start_step
+from common.errors import InputError
+
+SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
+
+
+def test_a_step_in_two_halves_is_a_step():
+    whole, halves = (make_envs("starpilot", 4, seed=3) for _ in range(2))
+    assert np.array_equal(whole.reset()[0], halves.reset()[0])
+    for actions in np.random.default_rng(0).integers(0, 15, (100, 4)):
+        expected = whole.step(actions)
+        start_step(halves, actions)
+        step = halves.step(actions)
+        assert all(np.array_equal(a, b) for a, b in zip(expected[:4], step[:4], strict=True))
+    whole.close(), halves.close()
+
+
+class Oracle:
+    """Stands in for an agent: actions and values that depend on each observation alone, and a diary of its calls."""
+
+    def __init__(self, num_actions):
+        self.num_actions, self.diary = num_actions, []
+
+    def get_action_and_value(self, obs):
+        self.diary.append(f"act {len(obs)}")
+        values = obs.flatten(1).double().sum(1)
+        return (values * 1000).long() % self.num_actions, values.float(), values.float(), values.float()
+
+    def get_value(self, obs):
+        return obs.flatten(1).double().sum(1).float() + 1
+
+
+def collect(script, envs, obs, num_steps, agent):
+    spaces = envs.single_observation_space, envs.single_action_space
+    rollout, run = script.new_rollout(num_steps, envs.num_envs, *spaces, torch.device("cpu")), Silent()
+    last_obs, step = script.collect(agent, envs, rollout, obs, 1000, None, run)
+    assert step == 1000 + num_steps * envs.num_envs
+    return rollout, last_obs, run.finished
+
+
+@SCRIPTS
+@pytest.mark.parametrize(("env_id", "num_actions"), [("bossfight", 15), ("CartPole-v1", 2), ("TestCount-v0", 2)])
+def test_two_groups_see_what_one_does(script, env_id, num_actions):
+    """Put into the same states, 6 environments give the same rollout, episodes and last frames in 1, 2 or 3 groups."""
+    one = make_envs(env_id, 6, seed=5)
+    start = torch.as_tensor(one.reset(seed=5)[0]).clone()
+    states = env_states(one, start)
+    expected = collect(script, one, start.clone(), 60, Oracle(num_actions))
+    one.close()
+    assert expected[2], "no episode has ended"
+    for num_groups in (2, 3):
+        envs = make_envs(env_id, 6, seed=5, num_groups=num_groups)
+        envs.reset(seed=5)
+        obs = load_env_states(envs, states)
+        assert torch.equal(obs, start)
+        rollout, last_obs, finished = collect(script, envs, obs, 60, Oracle(num_actions))
+        assert torch.equal(obs, start)  # the caller's is left as it was
+        for name, value in rollout._asdict().items():
+            assert torch.equal(value, getattr(expected[0], name)), name
+        assert torch.equal(last_obs, expected[1])
+        assert finished == expected[2]
+        envs.close()
+
+
+@SCRIPTS
+def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkeypatch):
+    envs, agent = make_envs("starpilot", 5, seed=0, num_groups=1), Oracle(15)
+    envs.close()
+    envs = make_envs("starpilot", 4, seed=0, num_groups=2)
+    for (group, _), name in zip(env_groups(envs), "AB", strict=True):
+        base = group.unwrapped.gym3_env
+        act, observe = base.act, base.observe
+        monkeypatch.setattr(base, "act", lambda actions, n=name, f=act: agent.diary.append(f"start {n}") or f(actions))
+        monkeypatch.setattr(base, "observe", lambda n=name, f=observe: agent.diary.append(f"wait {n}") or f())
+    collect(script, envs, torch.as_tensor(envs.reset()[0]), 2, agent)
+    envs.close()
+    first, turn_a, turn_b = ["wait A", "wait B"], ["act 2", "start A"], ["act 2", "start B"]  # the first is reset's
+    assert agent.diary == [*first, *turn_a, *turn_b, "wait A", *turn_a, "wait B", *turn_b, "wait A", "wait B"]
+
+
+@SCRIPTS
+def test_runs_with_groups_repeat(script, tmp_path):
+    def run(name, **settings):
+        small = {"num_envs": 4, "num_steps": 32, "num_minibatches": 2, "total_timesteps": 256, "device": "cpu"}
+        run_dir = script.main(script.Args(env_id="coinrun,maze", **small, runs_dir=str(tmp_path / name), **settings))
+        return parameters(run_dir), deterministic_files(run_dir)
+
+    first, again, one = run("a", num_env_groups=2), run("b", num_env_groups=2), run("c")
+    assert same(first, again)
+    assert not same(first[0], one[0])
+
+
+def test_groups_have_other_levels_and_seeds():
+    envs = make_envs("starpilot", 6, seed=1, num_groups=3)
+    assert len({seed for group, _ in env_groups(envs) for seed in group.unwrapped.level_seeds()}) == 6
+    assert [(part.start, part.stop) for _, part in env_groups(envs)] == [(0, 2), (2, 4), (4, 6)]
+    envs.close()
+    envs = make_envs("CartPole-v1", 4, seed=1, num_groups=2)
+    obs, _ = envs.reset(seed=1)
+    assert len(np.unique(obs, axis=0)) == 4
+    one = make_envs("CartPole-v1", 4, seed=1)
+    assert np.array_equal(one.reset(seed=1)[0], obs)  # as Gymnasium seeds them: 1, 2, 3, 4
+    one.close(), envs.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_groups": 4}, "--num-envs 6 cannot be shared by 4 groups"),
+        ({"num_groups": 7}, "--num-envs 6 cannot be shared by 7 groups"),
+        ({"num_groups": 2, "capture_video": True}, "leave --num-env-groups out"),
+    ],
+)
+def test_groups_that_cannot_be(settings, message):
+    with pytest.raises(InputError, match=message):
+        make_envs("starpilot", 6, seed=0, **settings)
+
+
+@SCRIPTS
+def test_no_groups_at_all(script):
+    with pytest.raises(InputError, match="--num-env-groups 0"):
+        script.Args(num_env_groups=0).validate()
