@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -20,12 +21,7 @@ def collect(run_dir: Path) -> Path:
 
     Raises ValueError for a run that has not ended, or whose settings differ from those of the seeds already there.
     """
-    args, meta = (json.loads((run_dir / name).read_text()) for name in ("args.json", "meta.json"))
-    curve = (run_dir / "progress.csv").read_text()
-    steps = int(curve.splitlines()[-1].split(",")[0])
-    if steps < args["total_timesteps"]:
-        raise ValueError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
-
+    args, meta, curve = finished_run(run_dir)
     levels = args["num_levels"] or "all"
     folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / args["env_id"]
     for neighbour in folder.glob("*.meta.json"):
@@ -33,17 +29,32 @@ def collect(run_dir: Path) -> Path:
         if without_seed(theirs) != without_seed(meta["command"]):
             raise ValueError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
-    if target.exists() and target.read_text() != curve:
-        raise ValueError(f"{target} holds another run of this seed: remove it first")
-
-    folder.mkdir(parents=True, exist_ok=True)
-    target.write_text(curve)
-    target.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    write_curve(target, curve, meta)
     return target
 
 
+def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Settings, origin and curve of a run. Raises ValueError for one that has not ended."""
+    args, meta = (json.loads((run_dir / name).read_text()) for name in ("args.json", "meta.json"))
+    meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
+    curve = (run_dir / "progress.csv").read_text()
+    steps = int(curve.splitlines()[-1].split(",")[0])
+    if steps < args["total_timesteps"]:
+        raise ValueError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
+    return args, meta, curve
+
+
+def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
+    """Write a curve with its origin beside it. Raises ValueError where another curve is."""
+    if target.exists() and target.read_text() != curve:
+        raise ValueError(f"{target} holds another run of this seed: remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(curve)
+    target.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
 def without_seed(command: str) -> str:
-    return re.sub(r" --(seed|runs-dir) \S+", "", command)
+    return re.sub(r" --seed \S+", "", command)
 
 
 if __name__ == "__main__":

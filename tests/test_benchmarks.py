@@ -13,6 +13,7 @@ import ppo
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
+import precision
 import random_policy
 import throughput
 
@@ -164,3 +165,46 @@ def test_throughput_configurations_alternate():
 def test_throughput_without_a_csv(tmp_path):
     with pytest.raises(SystemExit, match="leave --from-csv out"):
         throughput.main(throughput.Args(from_csv=True, out=tmp_path))
+
+
+def test_precision_scores_every_episode_of_the_window():
+    curve = precision.Curve([10, 20, 30, 40], [5, 0, 1, 3], [100.0, float("nan"), 2.0, 6.0])
+    assert precision.score(curve, 40, window=20) == 5.0  # (1 x 2 + 3 x 6) / 4
+    assert precision.score(curve, 30, window=20) == 2.0
+    assert precision.score(curve, 40, window=40) == (500 + 2 + 18) / 9
+
+
+def test_precision_intervals():
+    """By hand: both means are 2, the pooled variance is 1.25, and t(.975) with 2 degrees of freedom 4.303."""
+    assert precision.difference([1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.0, -4.8106, 4.8106), abs=1e-3)
+    assert precision.pooled_difference([([1.0, 3.0], [1.5, 2.5])]) == pytest.approx((0, -2.4053, 2.4053), abs=1e-3)
+    random, hits, trials = np.random.default_rng(0), 0, 2000  # bf16 has 1 % less
+    for _ in range(trials):
+        pairs = [
+            [(mean + spread * random.standard_normal(2)).tolist() for mean in (0.99 * task, task)]
+            for task, spread in ((1000, 1), (2000, 8), (3000, 3))
+        ]
+        _, low, high = precision.pooled_difference(pairs)
+        hits += low <= -0.01 <= high
+    assert 0.94 < hits / trials < 0.99  # Satterthwaite's interval is a little wide for so few runs
+
+
+def test_precision_from_run_folders_to_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "FOLDER", tmp_path / "precision")
+    monkeypatch.setattr(precision, "MARKS", {"ppo": 512})
+    small = {"num_envs": 4, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 512, "env_id": "CartPole-v1"}
+    runs = [
+        ppo.main(ppo.Args(**small, precision=kind, seed=seed, runs_dir=str(tmp_path / "runs"), device="cpu"))
+        for kind, seed in (("fp32", 1), ("bf16", 1), ("bf16", 2))
+    ]
+    precision.main([str(run) for run in runs])
+    table = (tmp_path / "precision" / "precision.md").read_text()
+    assert "| ppo CartPole-v1 | 512 |" in table
+    assert "too few seeds" in table
+    assert "runs-dir" not in (tmp_path / "precision" / "ppo" / "CartPole-v1" / "bf16-seed2.meta.json").read_text()
+    last = ppo.main(ppo.Args(**small, precision="fp32", seed=2, runs_dir=str(tmp_path / "runs"), device="cpu"))
+    precision.main([str(last)])
+    table = (tmp_path / "precision" / "precision.md").read_text()
+    assert "too few seeds" not in table
+    assert "| mean of 1 tasks, in % of fp32 |" in table
+    assert (tmp_path / "precision" / "precision.png").stat().st_size > 5000

@@ -1,0 +1,137 @@
+"""Does bfloat16 cost learning? Runs with --precision fp32 and bf16, seed by seed, and an interval of the difference.
+
+    python benchmarks/precision.py                                   # from the curves that are there
+    python benchmarks/precision.py runs/starpilot__ppo__2__1795158356 ...    # with those of these finished runs, too
+
+Curves lie in `results/precision/<algorithm>/<game>/<precision>-seed<k>.csv`, where table and figure are written, too. A
+run counts with the mean return of all episodes that ended in the last 131,072 steps before the mark (1M; PPG .5M).
+"""
+
+import csv
+import math
+import sys
+from pathlib import Path
+from statistics import mean, variance
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parent))
+from collect import RESULTS, finished_run, write_curve
+
+FOLDER = RESULTS / "precision"
+MARKS = {"ppo": 1_015_808, "impala": 1_015_808, "ppg": 524_288}  # steps, whole iterations
+WINDOW = 131_072
+COLOURS = {"fp32": "C0", "bf16": "C1"}
+
+
+class Curve(NamedTuple):
+    steps: list[int]  # at the end of each iteration
+    episodes: list[int]  # that ended in it
+    returns: list[float]  # their mean return
+
+
+def read(path: Path, mark: int) -> Curve:
+    """The rows of a progress.csv up to step `mark`."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) <= mark]
+    columns = ("step", int), ("episodes", int), ("episodic_return", float)
+    return Curve(*([kind(row[name]) for row in rows] for name, kind in columns))
+
+
+def score(curve: Curve, end: int, window: int = WINDOW) -> float:
+    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none."""
+    rows = [(n, value) for step, n, value in zip(*curve, strict=True) if end - window < step <= end and n]
+    return sum(n * value for n, value in rows) / sum(n for n, _ in rows) if rows else math.nan
+
+
+def difference(bf16: list[float], fp32: list[float]) -> tuple[float, float, float]:
+    """Of the means, with its 95 % t-interval (equal variances): difference, low, high. Two runs of each at least."""
+    low, high = stats.ttest_ind(bf16, fp32).confidence_interval(0.95)
+    return mean(bf16) - mean(fp32), low, high
+
+
+def pooled_difference(pairs: list[tuple[list[float], list[float]]]) -> tuple[float, float, float]:
+    """The mean over tasks of the difference as a share of the task's fp32 mean, with its 95 % interval.
+
+    Each task has a variance of its own: Satterthwaite's degrees of freedom for the sum of their variances.
+    """
+    shares, variances, freedoms = [], [], []
+    for bf16, fp32 in pairs:
+        scale, freedom = mean(fp32), len(bf16) + len(fp32) - 2
+        pooled = ((len(bf16) - 1) * variance(bf16) + (len(fp32) - 1) * variance(fp32)) / freedom
+        shares.append((mean(bf16) - scale) / scale)
+        variances.append(pooled * (1 / len(bf16) + 1 / len(fp32)) / (scale * len(pairs)) ** 2)
+        freedoms.append(freedom)
+    total = sum(variances)
+    freedom = total**2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True))
+    half = stats.t.ppf(0.975, freedom) * total**0.5
+    return mean(shares), mean(shares) - half, mean(shares) + half
+
+
+def add(run_dir: Path) -> Path:
+    """Copy a finished run's curve into the folder; return where to."""
+    args, meta, curve = finished_run(run_dir)
+    target = FOLDER / args["exp_name"] / args["env_id"] / f"{args['precision']}-seed{args['seed']}.csv"
+    write_curve(target, curve, meta)
+    return target
+
+
+def main(run_dirs: list[str]) -> None:
+    for run_dir in run_dirs:
+        print(add(Path(run_dir)))
+    tasks = {}  # (algorithm, game): {precision: {seed: curve}}
+    for path in sorted(FOLDER.glob("*/*/*.csv")):
+        algorithm, game = path.parts[-3:-1]
+        precision, seed = path.stem.split("-seed")
+        task = tasks.setdefault((algorithm, game), {"fp32": {}, "bf16": {}})
+        task[precision][int(seed)] = read(path, MARKS[algorithm])
+
+    lines = ["| task | steps | fp32, by seed | bf16, by seed | difference | 95 % interval |", "|-|-|-|-|-|-|"]
+    pairs = []
+    for (algorithm, game), task in tasks.items():
+        mark = MARKS[algorithm]
+        scores = {
+            precision: [score(curve, mark) for _, curve in sorted(of_seeds.items())]
+            for precision, of_seeds in task.items()
+        }
+        texts = [", ".join(f"{value:.2f}" for value in scores[precision]) or "-" for precision in ("fp32", "bf16")]
+        result = ["-", "too few seeds"]
+        if min(map(len, scores.values())) > 1:
+            middle, low, high = difference(scores["bf16"], scores["fp32"])
+            result = [f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}"]
+            pairs.append((scores["bf16"], scores["fp32"]))
+        lines.append(f"| {algorithm} {game} | {' | '.join([f'{mark:,}', *texts, *result])} |")
+    if pairs:
+        middle, low, high = pooled_difference(pairs)
+        lines.append(f"| mean of {len(pairs)} tasks, in % of fp32 | | | | {middle:+.1%} | {low:+.1%} to {high:+.1%} |")
+    text = "\n".join(lines) + "\n"
+    (FOLDER / "precision.md").write_text(text)
+    print(text)
+    plot(tasks, FOLDER / "precision.png")
+
+
+def plot(tasks: dict[tuple[str, str], dict[str, dict[int, Curve]]], path: Path) -> None:
+    """A panel a task, a line a run."""
+    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 2.8), layout="constrained", squeeze=False)
+    for axis, ((algorithm, game), task) in zip(axes[0], tasks.items(), strict=True):
+        for precision, curves in task.items():
+            for number, curve in enumerate(curves.values()):
+                blocks = range(WINDOW // 2, curve.steps[-1] + 1, WINDOW // 2)
+                values = [score(curve, end, WINDOW // 2) for end in blocks]
+                label = precision if number == 0 else None
+                axis.plot([end / 1e6 for end in blocks], values, color=COLOURS[precision], label=label)
+        axis.set_title(f"{algorithm} {game}", fontsize=10)
+        axis.set_xlabel("million steps")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("return")
+    axes[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
