@@ -53,11 +53,11 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
+from common.conv_pool import ConvMaxPool2d
 from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, group_seed, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
-from common.max_pool import MaxPool2d
 from common.memory import micro_batches, to_device
 from common.run import Run, check_run, require_finite
 
@@ -261,8 +261,7 @@ class ImpalaCNN(nn.Module):
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
-                init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
-                MaxPool2d(),
+                init_layer(ConvMaxPool2d(channels, out_channels), init_fn, "conv"),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]

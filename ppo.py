@@ -37,11 +37,11 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
+from common.conv_pool import ConvMaxPool2d
 from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
 from common.errors import check_settings, one_line_errors, require
-from common.max_pool import MaxPool2d
 from common.memory import empty, micro_batches, to_device
 from common.run import Run, check_run
 
@@ -222,8 +222,7 @@ class ImpalaCNN(nn.Module):
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
-                init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
-                MaxPool2d(),
+                init_layer(ConvMaxPool2d(channels, out_channels), init_fn, "conv"),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]

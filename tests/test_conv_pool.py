@@ -1,0 +1,235 @@
+"""The CPU's kernels for convolution and max-pooling against PyTorch's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ppo
+from common import conv_pool
+from common.conv_pool import ConvMaxPool2d, MaxPool
+
+ROOT = Path(__file__).parent.parent
+needs_compiler = pytest.mark.skipif(conv_pool.kernels() is None, reason="no C++ compiler here")
+
+
+def frames(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Few different values, so that windows have their largest one more than once."""
+    x = torch.randint(-3, 4, shape).to(dtype)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def pooled(pool, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = pool(x)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    return F.max_pool2d(x, 3, stride=2, padding=1)
+
+
+def test_a_compiler_is_there_where_the_tests_of_record_run():
+    """Without one, all tests below would be skipped and the kernels untested."""
+    assert conv_pool.kernels() is not None or not Path("/usr/bin/c++").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [16, 32, 48])
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (8, 8), (7, 9), (9, 6), (2, 2), (1, 1), (1, 5)])
+def test_float32_equals_pytorch_bit_for_bit(channels, height, width):
+    torch.manual_seed(0)
+    x = frames(3, channels, height, width)
+    dy = torch.randint(-8, 9, reference(x).shape).float()  # whole numbers: their sums do not depend on the order
+    for ours, theirs in zip(pooled(MaxPool.apply, x, dy), pooled(reference, x, dy), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+@needs_compiler
+def test_bfloat16_sums_gradients_in_float32():
+    torch.manual_seed(0)
+    x = frames(4, 16, 64, 64, dtype=torch.bfloat16)
+    dy = torch.randn(reference(x).shape).to(torch.bfloat16)
+    y, dx = pooled(MaxPool.apply, x, dy)
+    expected_y, expected_dx = pooled(reference, x.float(), dy.float())
+    assert torch.equal(y, expected_y.to(torch.bfloat16))
+    assert torch.equal(dx, expected_dx.to(torch.bfloat16))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_infinities(dtype):
+    x = frames(2, 16, 8, 8, dtype=dtype)
+    x[0, :, 2, 3], x[0, :, 5, 5], x[1, :, 0, 0], x[1, :, 7] = float("nan"), -float("nan"), float("inf"), -float("inf")
+    dy = torch.ones(reference(x).shape, dtype=dtype)
+    for ours, theirs in zip(pooled(MaxPool.apply, x, dy), pooled(reference, x, dy), strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
+
+
+@needs_compiler
+def test_the_gradient_may_come_in_any_layout():
+    x = frames(2, 16, 8, 8)
+    dy = torch.randn(2, 16, 4, 4)
+    assert not dy.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(pooled(MaxPool.apply, x, dy)[1], pooled(reference, x, dy)[1])
+
+
+def layers(channels: int = 16, dtype: torch.dtype = torch.float32) -> tuple[ConvMaxPool2d, nn.Module]:
+    """A layer with a bias that matters, and PyTorch's two with the same weights as autocast would round them."""
+    torch.manual_seed(1)
+    ours = ConvMaxPool2d(3, channels)
+    nn.init.normal_(ours.bias)
+    conv = nn.Conv2d(3, channels, 3, padding=1)
+    conv.load_state_dict({name: value.to(dtype).float() for name, value in ours.state_dict().items()})
+    return ours, nn.Sequential(conv, nn.MaxPool2d(3, stride=2, padding=1))
+
+
+def rgb(batch: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    frames = torch.randint(0, 256, (batch, height, width, 3), dtype=torch.uint8)
+    return frames.permute(0, 3, 1, 2).to(dtype) / 255
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [16, 32, 48])
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (8, 8), (7, 9), (9, 6), (2, 2), (1, 1), (1, 5), (3, 17)])
+def test_convolution_and_pooling_equal_pytorch(channels, height, width, monkeypatch):
+    ours, theirs = layers(channels)
+    x, calls, call = rgb(5, height, width), [], conv_pool.call
+    monkeypatch.setattr(conv_pool, "call", lambda name, *a, **kw: calls.append(name) or call(name, *a, **kw))
+    y, expected = ours(x), theirs.double()(x.double())
+    assert y.dtype == torch.float32
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    for mine, other in ((ours.weight, theirs[0].weight), (ours.bias, theirs[0].bias)):
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
+    assert calls == ["conv_pool_forward", "conv_pool_backward"]
+    with torch.no_grad():
+        assert torch.equal(ours(x), y)
+
+
+@needs_compiler
+def test_bfloat16_convolutions_are_summed_in_float32_and_rounded_once():
+    ours, theirs = layers(dtype=torch.bfloat16)
+    x = rgb(6, 64, 64, torch.bfloat16)
+    y, expected = ours(x), theirs.double()(x.double())
+    assert y.dtype == torch.bfloat16
+    error = (y.double() - expected).abs()
+    assert (error <= expected.abs() * 2**-8 + 1e-6).all()  # half a unit in the last of 8 bits
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    for mine, other in ((ours.weight, theirs[0].weight), (ours.bias, theirs[0].bias)):
+        assert mine.grad.dtype == torch.float32
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=0, atol=float(0.01 * other.grad.norm()))
+
+
+@needs_compiler
+def test_convolution_repeats_bit_for_bit():
+    ours, _ = layers()
+    x = rgb(33, 64, 64, torch.bfloat16)
+    gradients = []
+    for _ in range(3):
+        ours.zero_grad()
+        ours(x).square().mean().backward()
+        gradients.append(ours.weight.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@needs_compiler
+def test_more_threads_than_frames(monkeypatch):
+    ours, theirs = layers()
+    x = rgb(2, 8, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    y, expected = ours(x), theirs(x)
+    y.sum().backward(), expected.sum().backward()
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(ours.weight.grad, theirs[0].weight.grad)
+
+
+@needs_compiler
+def test_without_gradients_nothing_is_kept():
+    ours, _ = layers()
+    for x in (rgb(2, 8, 8), rgb(2, 8, 8)[:, :2]):
+        with torch.no_grad():
+            y = (ours if x.shape[1] == 3 else ConvMaxPool2d(2, 16))(x)
+        assert y.grad_fn is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("x", "out_channels", "kernels"),
+    [
+        (rgb(2, 8, 8), 16, ["conv_pool_forward"]),
+        (rgb(2, 8, 8).contiguous(), 16, []),  # PyTorch's convolution keeps that layout
+        (rgb(2, 8, 8), 12, []),
+        (rgb(2, 8, 8, torch.float64), 16, []),
+        (rgb(2, 8, 8)[:, :1].contiguous(memory_format=torch.channels_last), 16, ["pool_forward"]),
+        (rgb(2, 8, 8).requires_grad_(), 16, ["pool_forward"]),
+    ],
+    ids=["RGB", "contiguous", "12 channels", "float64", "grey", "needs a gradient"],
+)
+def test_which_kernels_run(x, out_channels, kernels, monkeypatch):
+    layer = ConvMaxPool2d(x.shape[1], out_channels).to(x.dtype)
+    called, call = [], conv_pool.call
+    monkeypatch.setattr(conv_pool, "call", lambda name, *a, **kw: called.append(name) or call(name, *a, **kw))
+    torch.testing.assert_close(layer(x), reference(nn.Conv2d.forward(layer, x)))
+    assert called == kernels
+
+
+@needs_compiler
+def test_the_encoder_uses_the_kernels(monkeypatch):
+    """A layout or dtype that keeps it from them would cost speed unseen."""
+    calls, call = [], conv_pool.call
+    monkeypatch.setattr(
+        conv_pool, "call", lambda name, *args, **kwargs: calls.append(name) or call(name, *args, **kwargs)
+    )
+    for precision in ("fp32", "bf16"):
+        encoder = ppo.ImpalaCNN((64, 64, 3), 256, "xavier_uniform")
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            features = encoder(torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8))
+        features.sum().backward()
+    forward, backward = ["conv_pool_forward", *["pool_forward"] * 2], [*["pool_backward"] * 2, "conv_pool_backward"]
+    assert calls == (forward + backward) * 2
+
+
+@needs_compiler
+def test_a_window_of_negative_infinities_has_its_first_value_as_the_largest():
+    x, dy = torch.full((1, 16, 5, 5), -torch.inf).contiguous(memory_format=torch.channels_last), torch.ones(1, 16, 3, 3)
+    assert torch.equal(pooled(MaxPool.apply, x, dy)[1], pooled(reference, x, dy)[1])
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch, capsys):
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert conv_pool.build.__wrapped__() is None
+    assert "note: convolution and max-pooling run PyTorch's slower kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"], ids=["missing", "failing"])
+def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler):
+    program = (
+        "import torch; from common.conv_pool import ConvMaxPool2d\n"
+        "x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)\n"
+        "layer = ConvMaxPool2d(3, 16); layer(x)\n"
+        "conv = torch.nn.functional.conv2d(x, layer.weight, layer.bias, padding=1)\n"
+        "assert torch.equal(layer(x), torch.nn.functional.max_pool2d(conv, 3, 2, 1))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], env={"CXX": compiler, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("note: convolution and max-pooling run PyTorch's slower kernels") == 1
