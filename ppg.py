@@ -557,7 +557,7 @@ def update(
         for _ in range(epochs):
             for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
                 *minibatch, batch_advantages = (
-                    x[:, batch].flatten(0, 1)
+                    x.index_select(1, batch).flatten(0, 1)  # of frames four times as fast as [:, batch]
                     for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
                 )
                 if args.norm_adv == "minibatch":

@@ -493,7 +493,7 @@ def update(
     for _ in range(args.update_epochs):
         for batch in torch.randperm(args.batch_size, device=advantages.device).chunk(args.num_minibatches):
             *minibatch, batch_advantages = (
-                x.flatten(0, 1)[batch]
+                x.flatten(0, 1).index_select(0, batch)  # of frames six times as fast as [batch]
                 for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
             )
             if args.norm_adv == "minibatch":

@@ -159,7 +159,16 @@ def test_throughput_configurations_alternate():
         ("feature_dim", 256, 0, "fp32"),
         ("feature_dim", 512, 0, "plain"),
     ]
-    assert jobs[-1] == ("memory", "default sizes", 0, "plain")
+    assert len(jobs) == 4 + 2 * 2 * 3  # memory is measured of the default configuration alone
+
+
+def test_throughput_measures_memory_last():
+    jobs = throughput.plan(throughput.Args(algorithms=("ppg",), configurations=("plain", "default"), repeats=1))
+    assert [(job["sweep"], job["configuration"]) for job in jobs] == [
+        ("", "plain"),
+        ("", "default"),
+        ("memory", "default"),
+    ]
 
 
 def test_throughput_without_a_csv(tmp_path):
