@@ -46,14 +46,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from common.actors import ActorThreads, in_turn
 from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.conv_pool import ConvMaxPool2d
+from common.convolution import ConvMaxPool2d, residual_block
 from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, group_seed, make_envs
@@ -245,7 +244,7 @@ class ResidualBlock(nn.Module):
         self.conv1 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+        return residual_block(x, self.conv0, self.conv1)  # x + conv1(relu(conv0(relu(x))))
 
 
 class ImpalaCNN(nn.Module):

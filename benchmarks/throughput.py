@@ -98,11 +98,11 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
 
 def make_plain(script: Any, args: Any, configuration: str) -> None:
     """Turn off what makes the script fast. Changes modules of this process."""
-    import common.conv_pool
+    import common.convolution
     import common.device
 
     args.precision, args.micro_batch_size = "fp32", 2**30
-    common.conv_pool.build = lambda: None
+    common.convolution.build = lambda: None
     if configuration == "plain":
         common.device.keep_freed_memory = lambda: None
     if not configuration.endswith("permuted"):
@@ -196,7 +196,7 @@ def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     frames = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
     counts = []
     for backward in (False, True):
-        pytorch_only = mock.patch("common.conv_pool.kernels", return_value=None)  # the counter does not know ours
+        pytorch_only = mock.patch("common.convolution.kernels", return_value=None)  # the counter does not know ours
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward), pytorch_only:
             features = agent.encode(agent.encoder, frames)
             outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
@@ -467,6 +467,8 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
     groups = by_configuration(rows)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
     configurations = [name for name in CONFIGURATIONS if any(key[1] == name for key in groups)]
+    if not configurations:  # a run of memory or sweeps alone
+        return
     figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
     width = 0.8 / len(configurations)
     for number, configuration in enumerate(configurations):

@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 import impala
 import ppg
 import ppo
-from common import conv_pool
+from common import convolution
 from common.device import resolve_precision
 from common.memory import micro_batches
 
@@ -84,7 +84,7 @@ def test_pieces_have_the_gradient_and_the_metrics_of_the_whole_minibatch(script,
 def test_layout_and_pooling_kernels_change_nothing(script, monkeypatch):
     """Channels-last frames with our pooling against contiguous ones with PyTorch's, in float32."""
     fast, fast_metrics = learn(script, FRAMES, torch.float32, 1e-4)
-    monkeypatch.setattr(conv_pool, "build", lambda: None)
+    monkeypatch.setattr(convolution, "build", lambda: None)
     monkeypatch.setattr(
         script.ImpalaCNN,
         "forward",

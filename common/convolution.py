@@ -1,9 +1,9 @@
-"""Convolution and max-pooling of the IMPALA encoder's stacks, with kernels for the CPU.
+"""Convolutions and max-pooling of the IMPALA encoder, with kernels of our own for the CPU.
 
-PyTorch's max-pooling, and its convolution of RGB frames, whose three channels leave vector units idle, take a quarter
-of the encoder's training time together, these kernels less than half of that (`benchmarks/NOTES.md`). They are C++
-(`conv_pool.cpp`), built with the machine's compiler (`$CXX`, or else `c++`) for its own processor when a process first
-needs them, which takes a second and leaves nothing behind.
+PyTorch's kernels (oneDNN's) leave much of the processor idle in convolutions of 3, 16 and 32 channels, and each ReLU,
+residual sum or max-pooling passes through all of the memory once more. Ours (`convolution.cpp`) do a residual block in
+two passes; `benchmarks/NOTES.md` has what they gain. They are C++, built with the machine's compiler (`$CXX`, or else
+`c++`) for its own processor when a process first needs them, which takes two seconds and leaves nothing behind.
 """
 
 import ctypes
@@ -33,7 +33,8 @@ class ConvMaxPool2d(nn.Conv2d):
     largest is chosen before the convolution is rounded.
 
     PyTorch's own kernels run on GPUs, on what is neither float32 nor bfloat16, not in the channels-last layout or not a
-    multiple of 16 channels, and where no compiler is found. Only RGB frames that need no gradient are convolved here.
+    multiple of 16 channels, and where no compiler is found. Convolutions by ours are those of RGB frames that need no
+    gradient, and what `convolves` says.
     """
 
     def __init__(self, in_channels: int, out_channels: int):
@@ -44,10 +45,20 @@ class ConvMaxPool2d(nn.Conv2d):
             if torch.is_grad_enabled():
                 return ConvMaxPool.apply(x, self.weight, self.bias)
             return conv_max_pool(x, self.weight, self.bias)[0]
-        y = super().forward(x)
+        y = Conv.apply(x, self.weight, self.bias) if convolves(x, self) else super().forward(x)
         if y.shape[1] % LANES == 0 and suits(y):
             return MaxPool.apply(y) if y.requires_grad else max_pool(y)[0]
         return F.max_pool2d(y, 3, stride=2, padding=1)
+
+
+def residual_block(x: Tensor, conv0: nn.Conv2d, conv1: nn.Conv2d) -> Tensor:
+    """x + conv1(relu(conv0(relu(x)))), [B, C, H, W], of convolutions 3x3 with padding 1.
+
+    Done by our kernels where `convolves` says so; the sum is then rounded to bfloat16 once.
+    """
+    if convolves(x, conv0) and convolves(x, conv1):
+        return ResidualBlock.apply(x, conv0.weight, conv0.bias, conv1.weight, conv1.bias)
+    return x + conv1(F.relu(conv0(F.relu(x))))
 
 
 def suits(x: Tensor) -> bool:
@@ -55,6 +66,45 @@ def suits(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False
     return x.is_contiguous(memory_format=torch.channels_last) and kernels() is not None
+
+
+def convolves(x: Tensor, conv: nn.Conv2d) -> bool:
+    """Whether there is a kernel for this convolution: of bfloat16 frames that are a multiple of 16 pixels wide (8 for
+    32 channels), with 16 or 32 channels before and after, on a processor with AVX-512 BF16."""
+    shapes = {conv.in_channels, conv.out_channels} <= {16, 32} and conv.weight.dtype == torch.float32
+    fits = x.shape[3] % 8 == 0 and (x.shape[3] % 16 == 0 or {conv.in_channels, conv.out_channels} == {32})
+    return x.dtype == torch.bfloat16 and shapes and fits and suits(x) and hasattr(kernels(), "conv_forward_16_16")
+
+
+class Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return conv(x, weight, bias=bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        return conv(dy, weight, transposed=True), *conv_backward(x, dy)
+
+
+class ResidualBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight0: Tensor, bias0: Tensor, weight1: Tensor, bias1: Tensor) -> Tensor:
+        h = conv(x, weight0, bias=bias0, relu=True)
+        ctx.save_for_backward(x, h, weight0, weight1)
+        return conv(h, weight1, bias=bias1, relu=True, residual=x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
+        x, h, weight0, weight1 = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dh = conv(dy, weight1, transposed=True, gate=h)
+        dx = conv(dh, weight0, transposed=True, gate=x, residual=dy)
+        return dx, *conv_backward(x, dh, relu=True), *conv_backward(h, dy, relu=True)
 
 
 class MaxPool(torch.autograd.Function):
@@ -117,13 +167,53 @@ def pooled_frames(x: Tensor, channels: int, need_taps: bool) -> tuple[Tensor, Te
     return y, torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last) if need_taps else None
 
 
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """Convolve `x`, or relu(x); of the sums and the bias, keep those where `gate` is positive, and add `residual`.
+
+    With `transposed`, what a gradient with respect to the output becomes with respect to the input.
+    """
+    batch, channels, height, width = x.shape
+    out_channels = weight.shape[1] if transposed else weight.shape[0]
+    y = torch.empty((batch, out_channels, height, width), dtype=x.dtype, memory_format=torch.channels_last)
+    arguments = x, weight.contiguous(), bias, gate, residual, y, int(relu), int(transposed)
+    run(f"conv_forward_{channels}_{out_channels}", *arguments, sizes=(batch, height, width))
+    return y
+
+
+def conv_backward(x: Tensor, dy: Tensor, *, relu: bool = False) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias, float32, of a convolution of `x`, or relu(x)."""
+    batch, channels, height, width = x.shape
+    threads, out_channels = torch.get_num_threads(), dy.shape[1]
+    sums, bias = torch.empty(threads, 3, 3, channels, out_channels), torch.empty(threads, out_channels)
+    run(f"conv_backward_{channels}_{out_channels}", x, dy, sums, bias, int(relu), sizes=(batch, height, width))
+    return sums.sum(0).permute(3, 2, 0, 1), bias.sum(0)
+
+
 def call(name: str, dtype: torch.dtype, *tensors: Tensor | None, shape: tuple[int, ...]) -> None:
     """Run a kernel on frames of [B, C, H, W] = `shape`, for C as it is after a convolution."""
     batch, channels, height, width = shape
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    sizes = [ctypes.c_int64(size) for size in (batch, height, width, channels)]
-    kernel = getattr(kernels(), f"{name}_{str(dtype).removeprefix('torch.')}")
-    kernel(*pointers, *sizes, ctypes.c_int(torch.get_num_threads()))
+    run(f"{name}_{str(dtype).removeprefix('torch.')}", *tensors, sizes=(batch, height, width, channels))
+
+
+def run(kernel: str, *arguments: Tensor | int | None, sizes: tuple[int, ...]) -> None:
+    """Run a kernel on all of PyTorch's threads."""
+    converted = [
+        ctypes.c_int(argument)
+        if isinstance(argument, int)
+        else ctypes.c_void_p(None if argument is None else argument.data_ptr())
+        for argument in arguments
+    ]
+    sizes = [ctypes.c_int64(size) for size in sizes]
+    getattr(kernels(), kernel)(*converted, *sizes, ctypes.c_int(torch.get_num_threads()))
 
 
 lock = threading.Lock()  # actors and learner may come at the same time
@@ -143,7 +233,7 @@ def build() -> ctypes.CDLL | None:
         if not shutil.which(compiler[0]):
             raise FileNotFoundError(f"there is no C++ compiler {compiler[0]!r}")
         with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder, "conv_pool.so")
+            library = Path(folder, "convolution.so")
             # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
             options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library), str(source)]
             subprocess.run(compiler + options, check=True, capture_output=True, timeout=60)

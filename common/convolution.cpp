@@ -1,9 +1,12 @@
-// Kernels for common/conv_pool.py: max-pooling (windows of 3x3, stride 2, padding 1), alone and together with the
-// convolution before it (3x3, stride 1, padding 1). Frames are channels-last, [batch, height, width, channels].
+// Kernels for common/convolution.py: convolution (3x3, stride 1, padding 1), max-pooling (windows of 3x3, stride 2,
+// padding 1), and both at once for RGB frames. Frames are channels-last, [batch, height, width, channels].
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -181,6 +184,168 @@ void correlate(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64
     }
 }
 
+// ---------------------------------------------------------------------------- bfloat16 convolution, 16 or 32 channels
+
+#ifdef __AVX512BF16__
+
+// The processor multiplies pairs of bfloat16 values, 16 pairs at a time, and adds the products to 16 float32 sums. A pair
+// is kept in 32 bits, the first value in the lower half.
+typedef int32_t Pair;
+
+Ints pairs(const BFloat16* first, const BFloat16* second) {  // 16 of them
+    Ints low = __builtin_convertvector(read<Shorts>(first), Ints), high = __builtin_convertvector(read<Shorts>(second), Ints);
+    return low | (high << 16);
+}
+
+void add_products(Floats& sums, Ints a, Pair b) {
+    sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32(b));
+}
+
+// A frame with zeros around it, its negative values set to zero if `relu`.
+template <int IN>
+struct PaddedFrame {
+    int64_t width;
+    std::vector<BFloat16> values;
+
+    PaddedFrame(int64_t height, int64_t width) : width(width), values((height + 2) * (width + 2) * IN + IN) {}
+
+    void fill(const BFloat16* x, int64_t height, bool relu) {
+        for (int64_t i = 0; i < height; i++) {
+            BFloat16* to = at(i + 1, 1);
+            const BFloat16* from = x + i * width * IN;
+            if (!relu) std::memcpy(to, from, width * IN * sizeof(BFloat16));
+            for (int64_t k = 0; relu && k < width * IN; k += LANES) {
+                Shorts bits = read<Shorts>(from + k);
+                write((Shorts)((bits >= 0x8000) & (bits <= 0xFF80) ? Shorts{} : bits), to + k);  // -0 to -inf, not NaN
+            }
+        }
+    }
+    BFloat16* at(int64_t row, int64_t column) { return values.data() + (row * (width + 2) + column) * IN; }
+};
+
+// Filters float32 [OUT, IN, 3, 3] as pairs [3, 3, IN / 2, OUT], of two input channels; or for the gradient of the frames,
+// with the roles of IN and OUT exchanged and rows and columns in reverse order, from filters [IN, OUT, 3, 3].
+template <int IN, int OUT>
+std::vector<Pair> pack(const float* filters, bool transposed) {
+    auto value = [&](int out, int in, int tap) {
+        float x = transposed ? filters[(in * OUT + out) * 9 + 8 - tap] : filters[(out * IN + in) * 9 + tap];
+        uint32_t bits = read<uint32_t>(&x);
+        return x == x ? (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 : 0x7FC0u;
+    };
+    std::vector<Pair> packed(9 * IN / 2 * OUT);
+    for (int tap = 0; tap < 9; tap++)
+        for (int in = 0; in < IN; in += 2)
+            for (int out = 0; out < OUT; out++)
+                packed[(tap * IN / 2 + in / 2) * OUT + out] = value(out, in, tap) | value(out, in + 1, tap) << 16;
+    return packed;
+}
+
+// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be null.
+struct Epilogue {
+    const float* bias;
+    const BFloat16 *gate, *residual;
+};
+
+template <int IN, int OUT>
+void convolve_frames(const BFloat16* x, const float* filters, Epilogue epilogue, BFloat16* y, bool relu, bool transposed,
+                     int64_t batch, int64_t height, int64_t width, int threads) {
+    constexpr int BLOCKS = OUT / LANES, PIXELS = 16 / BLOCKS;  // as many sums as registers hold beside their operands
+    std::vector<Pair> weights = pack<IN, OUT>(filters, transposed);
+#pragma omp parallel num_threads(threads)
+    {
+        PaddedFrame<IN> frame(height, width);
+#pragma omp for
+        for (int64_t n = 0; n < batch; n++) {
+            frame.fill(x + n * height * width * IN, height, relu);
+            for (int64_t i = 0; i < height; i++)
+                for (int64_t j = 0; j < width; j += PIXELS) {
+                    Floats sums[PIXELS][BLOCKS];
+                    for (int p = 0; p < PIXELS; p++)
+                        for (int c = 0; c < BLOCKS; c++)
+                            sums[p][c] = epilogue.bias ? read<Floats>(epilogue.bias + c * LANES) : Floats{};
+                    for (int tap = 0; tap < 9; tap++) {
+                        const BFloat16* from = frame.at(i + tap / 3, j + tap % 3);
+                        const Pair* own = weights.data() + tap * IN / 2 * OUT;
+#pragma GCC unroll 4
+                        for (int k = 0; k < IN / 2; k++) {
+                            Ints weight[BLOCKS];
+                            for (int c = 0; c < BLOCKS; c++) weight[c] = read<Ints>(own + k * OUT + c * LANES);
+#pragma GCC unroll 16
+                            for (int p = 0; p < PIXELS; p++)
+                                for (int c = 0; c < BLOCKS; c++)
+                                    add_products(sums[p][c], weight[c], read<Pair>(from + p * IN + 2 * k));
+                        }
+                    }
+                    int64_t at = ((n * height + i) * width + j) * OUT;
+                    for (int p = 0; p < PIXELS; p++)
+                        for (int c = 0; c < BLOCKS; c++, at += LANES) {
+                            Floats sum = sums[p][c];
+                            if (epilogue.gate) sum = BFloat16::load(epilogue.gate + at) <= 0 ? Floats{} : sum;
+                            if (epilogue.residual) sum += BFloat16::load(epilogue.residual + at);
+                            BFloat16::store(sum, y + at);
+                        }
+                }
+        }
+    }
+}
+
+// Gradients of filters and bias: `sums` [threads, 3, 3, IN, OUT] and `bias_sums` [threads, OUT] are written.
+template <int IN, int OUT>
+void correlate_frames(const BFloat16* x, const BFloat16* dy, float* sums, float* bias_sums, bool relu, int64_t batch,
+                      int64_t height, int64_t width, int threads) {
+    constexpr int ROWS = 8;  // worked on at once, so that they stay in the nearest cache
+    constexpr int BLOCKS = OUT / LANES, INPUTS = 16 / BLOCKS;
+#pragma omp parallel for num_threads(threads)
+    for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
+        PaddedFrame<IN> frame(height, width);
+        std::vector<Pair> x_pairs((ROWS + 2) * (width + 2) * IN), dy_pairs(ROWS * width / 2 * OUT);
+        std::vector<float> own(9 * IN * OUT);
+        Floats bias[BLOCKS] = {};
+        for (int64_t n = thread * batch / threads; n < (thread + 1) * batch / threads; n++) {
+            frame.fill(x + n * height * width * IN, height, relu);
+            for (int64_t first = 0; first < height; first += ROWS) {
+                int64_t rows = height - first < ROWS ? height - first : ROWS;
+                const BFloat16* from = frame.at(first, 0);  // pairs of neighbouring pixels, from each pixel on
+                for (int64_t k = 0; k < (rows + 2) * (width + 2) * IN; k += LANES)
+                    write(pairs(from + k, from + k + IN), &x_pairs[k]);
+                const BFloat16* gradient = dy + (n * height + first) * width * OUT;  // and from each second pixel on
+                for (int64_t k = 0; k < rows * width / 2 * OUT; k += LANES) {
+                    const BFloat16* left = gradient + k / OUT * 2 * OUT + k % OUT;
+                    write(pairs(left, left + OUT), &dy_pairs[k]);
+                    bias[k % OUT / LANES] += BFloat16::load(left) + BFloat16::load(left + OUT);
+                }
+                for (int tap = 0; tap < 9; tap++)
+                    for (int in = 0; in < IN; in += INPUTS) {
+                        float* to = own.data() + (tap * IN + in) * OUT;
+                        Floats part[INPUTS][BLOCKS];
+#pragma GCC unroll 16
+                        for (int k = 0; k < INPUTS; k++)
+                            for (int c = 0; c < BLOCKS; c++) part[k][c] = read<Floats>(to + k * OUT + c * LANES);
+                        for (int64_t i = 0; i < rows; i++) {
+                            const Pair* inputs = &x_pairs[((i + tap / 3) * (width + 2) + tap % 3) * IN + in];
+                            const Pair* outputs = &dy_pairs[i * width / 2 * OUT];
+                            for (int64_t p = 0; p < width / 2; p++) {
+                                Ints output[BLOCKS];
+                                for (int c = 0; c < BLOCKS; c++) output[c] = read<Ints>(outputs + p * OUT + c * LANES);
+#pragma GCC unroll 16
+                                for (int k = 0; k < INPUTS; k++)
+                                    for (int c = 0; c < BLOCKS; c++)
+                                        add_products(part[k][c], output[c], inputs[2 * p * IN + k]);
+                            }
+                        }
+#pragma GCC unroll 16
+                        for (int k = 0; k < INPUTS; k++)
+                            for (int c = 0; c < BLOCKS; c++) write(part[k][c], to + k * OUT + c * LANES);
+                    }
+            }
+        }
+        std::memcpy(sums + thread * 9 * IN * OUT, own.data(), own.size() * sizeof(float));
+        for (int c = 0; c < BLOCKS; c++) write(bias[c], bias_sums + thread * OUT + c * LANES);
+    }
+}
+
+#endif
+
 // -------------------------------------------------------------------------------------------------- batches of frames
 
 template <typename T>
@@ -283,3 +448,25 @@ void conv_pool_backward(
 
 KERNELS(Float32, float32)
 KERNELS(BFloat16, bfloat16)
+
+#ifdef __AVX512BF16__
+// Filters are float32 [OUT, IN, 3, 3] (of the convolution that is meant, if `transposed`); see Epilogue for null pointers.
+#define CONVOLUTIONS(IN, OUT)                                                                                        \
+    extern "C" void conv_forward_##IN##_##OUT(const BFloat16* x, const float* filters, const float* bias,            \
+                                              const BFloat16* gate, const BFloat16* residual, BFloat16* y, int relu, \
+                                              int transposed, int64_t batch, int64_t height, int64_t width,          \
+                                              int threads) {                                                         \
+        convolve_frames<IN, OUT>(x, filters, {bias, gate, residual}, y, relu, transposed, batch, height, width,      \
+                                 threads);                                                                           \
+    }                                                                                                                \
+    extern "C" void conv_backward_##IN##_##OUT(const BFloat16* x, const BFloat16* dy, float* sums, float* bias_sums, \
+                                               int relu, int64_t batch, int64_t height, int64_t width,               \
+                                               int threads) {                                                        \
+        correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                      \
+    }
+
+CONVOLUTIONS(16, 16)
+CONVOLUTIONS(16, 32)
+CONVOLUTIONS(32, 16)
+CONVOLUTIONS(32, 32)
+#endif
