@@ -59,7 +59,7 @@ struct Size {
 
 struct Largest {
     Floats value;
-    Ints where;  // in the window: 3 * row + column, the first if there are several
+    Ints where;  // in the window: 3 * row + column, of several the first (of several NaN the last)
     void consider(Floats other, Ints there) {
         Ints take = (other > value) | (other != other);  // NaN is larger than all
         value = take ? other : value;
@@ -100,7 +100,7 @@ void pool(Row row, int64_t stride, Out* y, uint8_t* taps, const Size& size, std:
 
 // The gradient of pooling for 16 channels of rows 2i and 2i + 1: that of each pixel is the sum of dy over the windows (at
 // most four) that took their largest value from there. Windows (i, j), (i, j + 1), (i + 1, j) and (i + 1, j + 1) are all
-// that reach into the 2x2 pixels from (2i, 2j). The last row and column may lie outside of the frame; they are written.
+// that reach into the 2x2 pixels from (2i, 2j). `lower` is null where row 2i + 1 lies outside of the frame.
 template <typename In, typename Out>
 void unpool(const In* dy, const uint8_t* taps, int64_t i, Out* upper, Out* lower, int64_t stride, const Size& size) {
     struct Windows {  // (i, j) and (i + 1, j)

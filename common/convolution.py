@@ -41,12 +41,18 @@ class ConvMaxPool2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] == 3 and not x.requires_grad and self.out_channels % LANES == 0 and suits(x):
+        if (
+            self.in_channels == 3
+            and self.out_channels % LANES == 0
+            and not x.requires_grad
+            and is_plain(self)
+            and suits(x)
+        ):
             if torch.is_grad_enabled():
                 return ConvMaxPool.apply(x, self.weight, self.bias)
             return conv_max_pool(x, self.weight, self.bias)[0]
         y = Conv.apply(x, self.weight, self.bias) if convolves(x, self) else super().forward(x)
-        if y.shape[1] % LANES == 0 and suits(y):
+        if self.out_channels % LANES == 0 and suits(y):
             return MaxPool.apply(y) if y.requires_grad else max_pool(y)[0]
         return F.max_pool2d(y, 3, stride=2, padding=1)
 
@@ -63,17 +69,27 @@ def residual_block(x: Tensor, conv0: nn.Conv2d, conv1: nn.Conv2d) -> Tensor:
 
 def suits(x: Tensor) -> bool:
     """Whether there are kernels for such a tensor here."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu" or not x.numel():
+        return False
+    if x.dim() != 4 or x.dtype not in (torch.float32, torch.bfloat16):
         return False
     return x.is_contiguous(memory_format=torch.channels_last) and kernels() is not None
+
+
+def is_plain(conv: nn.Conv2d) -> bool:
+    """Whether a convolution is 3x3, with a padding of 1 and a bias, and of float32 weights."""
+    shape, dtypes = (conv.out_channels, conv.in_channels, 3, 3), {parameter.dtype for parameter in conv.parameters()}
+    ones = conv.stride == conv.padding == conv.dilation == (1, 1) and conv.padding_mode == "zeros"
+    return conv.weight.shape == shape and ones and conv.bias is not None and dtypes == {torch.float32}
 
 
 def convolves(x: Tensor, conv: nn.Conv2d) -> bool:
     """Whether there is a kernel for this convolution: of bfloat16 frames that are a multiple of 16 pixels wide (8 for
     32 channels), with 16 or 32 channels before and after, on a processor with AVX-512 BF16."""
-    shapes = {conv.in_channels, conv.out_channels} <= {16, 32} and conv.weight.dtype == torch.float32
-    fits = x.shape[3] % 8 == 0 and (x.shape[3] % 16 == 0 or {conv.in_channels, conv.out_channels} == {32})
-    return x.dtype == torch.bfloat16 and shapes and fits and suits(x) and hasattr(kernels(), "conv_forward_16_16")
+    channels = {conv.in_channels, conv.out_channels}
+    if x.dtype != torch.bfloat16 or not channels <= {16, 32} or not is_plain(conv) or not suits(x):
+        return False
+    return x.shape[3] % (8 if channels == {32} else 16) == 0 and hasattr(kernels(), "conv_forward_16_16")
 
 
 class Conv(torch.autograd.Function):
@@ -120,7 +136,7 @@ class MaxPool(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> Tensor:
         (taps,) = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = torch.empty(ctx.shape, dtype=dy.dtype, memory_format=torch.channels_last)
+        dx = torch.empty(ctx.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
         call("pool_backward", dy.dtype, dy, taps, dx, shape=ctx.shape)
         return dx
 
@@ -137,14 +153,14 @@ class ConvMaxPool(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[None, Tensor, Tensor]:
         x, taps = ctx.saved_tensors
         dy, channels = dy.contiguous(memory_format=torch.channels_last), dy.shape[1]
-        sums = torch.zeros(torch.get_num_threads(), 28, channels)
+        sums = torch.zeros(torch.get_num_threads(), 28, channels, dtype=torch.float32, device=x.device)
         call("conv_pool_backward", dy.dtype, x, dy, taps, sums, shape=(len(x), channels, *x.shape[2:]))
         sums = sums.sum(0)
         return None, sums[:27].view(3, 3, 3, channels).permute(3, 2, 0, 1), sums[27]
 
 
 def max_pool(x: Tensor, need_taps: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The pooled frames and, if asked for, where in each window the largest value was first found (uint8)."""
+    """The pooled frames and, if asked for, where in each window the largest value was found (uint8)."""
     y, taps = pooled_frames(x, x.shape[1], need_taps)
     call("pool_forward", x.dtype, x, y, taps, shape=x.shape)
     return y, taps
@@ -163,8 +179,9 @@ def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor, need_taps: bool = Fal
 def pooled_frames(x: Tensor, channels: int, need_taps: bool) -> tuple[Tensor, Tensor | None]:
     batch, _, height, width = x.shape
     shape = batch, channels, (height + 1) // 2, (width + 1) // 2
-    y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
-    return y, torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last) if need_taps else None
+    layout = {"device": x.device, "memory_format": torch.channels_last}
+    y = torch.empty(shape, dtype=x.dtype, **layout)
+    return y, torch.empty(shape, dtype=torch.uint8, **layout) if need_taps else None
 
 
 def conv(
@@ -183,7 +200,9 @@ def conv(
     """
     batch, channels, height, width = x.shape
     out_channels = weight.shape[1] if transposed else weight.shape[0]
-    y = torch.empty((batch, out_channels, height, width), dtype=x.dtype, memory_format=torch.channels_last)
+    shape = batch, out_channels, height, width
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    bias = None if bias is None else bias.contiguous()
     arguments = x, weight.contiguous(), bias, gate, residual, y, int(relu), int(transposed)
     run(f"conv_forward_{channels}_{out_channels}", *arguments, sizes=(batch, height, width))
     return y
@@ -193,7 +212,8 @@ def conv_backward(x: Tensor, dy: Tensor, *, relu: bool = False) -> tuple[Tensor,
     """The gradients of weight and bias, float32, of a convolution of `x`, or relu(x)."""
     batch, channels, height, width = x.shape
     threads, out_channels = torch.get_num_threads(), dy.shape[1]
-    sums, bias = torch.empty(threads, 3, 3, channels, out_channels), torch.empty(threads, out_channels)
+    sums = torch.empty(threads, 3, 3, channels, out_channels, dtype=torch.float32, device=x.device)
+    bias = torch.empty(threads, out_channels, dtype=torch.float32, device=x.device)
     run(f"conv_backward_{channels}_{out_channels}", x, dy, sums, bias, int(relu), sizes=(batch, height, width))
     return sums.sum(0).permute(3, 2, 0, 1), bias.sum(0)
 
@@ -235,8 +255,18 @@ def build() -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "convolution.so")
             # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
-            options = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", str(library), str(source)]
-            subprocess.run(compiler + options, check=True, capture_output=True, timeout=60)
+            options = [
+                "-std=c++17",
+                "-O3",
+                "-march=native",
+                "-fopenmp",
+                "-shared",
+                "-fPIC",
+                "-o",
+                str(library),
+                str(source),
+            ]
+            subprocess.run(compiler + options, check=True, capture_output=True, timeout=600)
             return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()

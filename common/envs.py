@@ -64,9 +64,12 @@ def make_envs(
     """
     if num_envs < 1:
         raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
+    games = env_id.split(",")
     if num_groups > 1:
-        if num_envs % num_groups:
-            raise InputError(f"--num-envs {num_envs} cannot be shared by {num_groups} groups: use a multiple of it.")
+        if num_envs % (num_groups * len(games)):
+            shares = f"{num_groups} groups" + (f" of {len(games)} games" if len(games) > 1 else "")
+            multiple = num_groups * len(games)
+            raise InputError(f"--num-envs {num_envs} cannot be shared by {shares}: use a multiple of {multiple}.")
         if capture_video:
             raise InputError("--capture-video needs all environments in one group: leave --num-env-groups out.")
         return EnvGroups(
@@ -85,7 +88,6 @@ def make_envs(
         )
     if capture_video and not importlib.util.find_spec("av"):
         raise InputError("--capture-video needs a video encoder: pip install av, or leave --capture-video out.")
-    games = env_id.split(",")
     if len(games) > 1 or env_id in PROCGEN_GAMES:
         if not set(games) <= set(PROCGEN_GAMES):
             raise unknown_env(env_id)

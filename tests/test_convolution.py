@@ -328,6 +328,35 @@ def test_residual_blocks_without_kernels_are_pytorchs(x, channels, monkeypatch):
     assert torch.equal(residual_block(x, *layers), block_formula(x, *layers))
 
 
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(16, 16, 3, padding=2, dilation=2),
+        nn.Conv2d(16, 16, 1),
+        nn.Conv2d(16, 16, 3, padding=1, groups=2),
+        nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=["dilated", "1x1", "grouped", "without bias", "circular"],
+)
+def test_other_convolutions_are_pytorchs(conv, monkeypatch):
+    monkeypatch.setattr(convolution, "run", None)
+    x = bf16_frames(2, 16, 8, 16).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(residual_block(x, conv, conv), block_formula(x, conv, conv))
+
+
+@needs_bf16
+def test_a_bias_in_strides_and_another_default_dtype():
+    x, layers = bf16_frames(2, 16, 8, 16), convolutions(16, 16, 16)
+    layers[1].bias = nn.Parameter(torch.randn(32)[::2])
+    torch.set_default_dtype(torch.float64)
+    try:
+        check_against_float64(residual_block, block_formula, x, layers)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @needs_bf16
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_encoder_uses_the_kernels(precision, monkeypatch):

@@ -126,6 +126,11 @@ def test_groups_that_cannot_be(settings, message):
         make_envs("starpilot", 6, seed=0, **settings)
 
 
+def test_groups_that_cannot_hold_all_games():
+    with pytest.raises(InputError, match="--num-envs 4 cannot be shared by 2 groups of 4 games: use a multiple of 8"):
+        make_envs("coinrun,maze,miner,ninja", 4, seed=0, num_groups=2)
+
+
 @SCRIPTS
 def test_no_groups_at_all(script):
     with pytest.raises(InputError, match="--num-env-groups 0"):
