@@ -308,7 +308,8 @@ class Checkpoints:
             for name, part in self.parts.items():
                 if isinstance(part, torch.optim.Optimizer):  # which kernels it uses is a matter of the device
                     for group, saved in zip(part.param_groups, checkpoint[name]["param_groups"], strict=True):
-                        saved["fused"] = group["fused"]
+                        if "fused" in group:  # RMSprop has none
+                            saved["fused"] = group["fused"]
                 part.load_state_dict(checkpoint[name])
             set_random_states(checkpoint["random"], run.device)
             self.loop, self.written = checkpoint["loop"], checkpoint["step"]

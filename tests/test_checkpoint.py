@@ -110,6 +110,16 @@ def undisturbed(tmp_path_factory):
 # -------------------------------------------------------------------------------------------------------- exact resume
 
 
+def interrupted(script, calls, runs_dir, monkeypatch, **settings):
+    """The folder of a run that was stopped in its `calls`-th update."""
+    with monkeypatch.context() as patch:
+        interrupt(patch, script, calls)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(make_args(script, runs_dir, **settings))
+    (path,) = runs_dir.iterdir()
+    return path
+
+
 @ALL
 @pytest.mark.parametrize(
     ("calls", "settings"),
@@ -126,11 +136,7 @@ def undisturbed(tmp_path_factory):
 )
 def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, tmp_path, monkeypatch):
     """PPG is interrupted at the start of a phase, in mid-phase, and in mid-phase after an auxiliary phase."""
-    with monkeypatch.context() as patch:
-        interrupt(patch, script, calls)
-        with pytest.raises(KeyboardInterrupt):
-            script.main(make_args(script, tmp_path, checkpoint_interval=1e9, **settings))
-    (path,) = tmp_path.iterdir()
+    path = interrupted(script, calls, tmp_path, monkeypatch, checkpoint_interval=1e9, **settings)
     assert len(list(path.glob("checkpoints/*.pt"))) == (calls > (2 if script is impala else 1))
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert resume(script, path) == path
@@ -141,23 +147,22 @@ def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, t
 @pytest.mark.parametrize("env_id", ["starpilot", "CartPole-v1"])
 def test_interrupted_groups_are_the_same_run(script, env_id, undisturbed, tmp_path, monkeypatch):
     settings = {"env_id": env_id, "num_env_groups": 2}
-    with monkeypatch.context() as patch:
-        interrupt(patch, script, 8)
-        with pytest.raises(KeyboardInterrupt):
-            script.main(make_args(script, tmp_path, **settings))
-    (path,) = tmp_path.iterdir()
+    path = interrupted(script, 8, tmp_path, monkeypatch, **settings)
     resume(script, path)
     check_same_run(path, undisturbed(script, **settings))
+
+
+def test_interrupted_rmsprop_is_the_same_run(undisturbed, tmp_path, monkeypatch):
+    """An optimizer that has no choice of kernels."""
+    path = interrupted(impala, 5, tmp_path, monkeypatch, optimizer="rmsprop")
+    resume(impala, path)
+    check_same_run(path, undisturbed(impala, optimizer="rmsprop"))
 
 
 def test_interrupted_lstm_is_the_same_run(undisturbed, tmp_path, monkeypatch):
     """It is resumed in mid-episode: they have 4 steps."""
     settings = {"env_id": "TestCue-v0", "use_lstm": True, "num_steps": 5}
-    with monkeypatch.context() as patch:
-        interrupt(patch, impala, 5)
-        with pytest.raises(KeyboardInterrupt):
-            impala.main(make_args(impala, tmp_path, **settings))
-    (path,) = tmp_path.iterdir()
+    path = interrupted(impala, 5, tmp_path, monkeypatch, **settings)
     resume(impala, path)
     check_same_run(path, undisturbed(impala, **settings))
 
