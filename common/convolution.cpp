@@ -37,7 +37,8 @@ struct Float32 {
 
 struct BFloat16 {
     uint16_t bits;
-    static Floats load(const BFloat16* from) { return (Floats)(__builtin_convertvector(read<Shorts>(from), Ints) << 16); }
+    static Ints load_bits(const BFloat16* from) { return __builtin_convertvector(read<Shorts>(from), Ints); }
+    static Floats load(const BFloat16* from) { return (Floats)(load_bits(from) << 16); }
     static void store(Floats x, BFloat16* to) {  // rounds to nearest, ties to even
         Ints bits = (Ints)x, rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
         Ints nan = Ints{} + 0x7FC0;
@@ -67,8 +68,8 @@ struct Largest {
     }
 };
 
-// Pool 16 channels. `row(h)` gives row h as a pointer to pixels that lie `stride` values apart; it is called for each row
-// in turn, once. `taps` [out_height, out_width, channels] gets where the largest values were found; it may be null.
+// Pool 16 channels. `row(h)` gives row h as a pointer to pixels that lie `stride` values apart; it is called for each
+// row in turn, once. `taps` [out_height, out_width, channels] gets where the largest values were found; it may be null.
 template <typename In, typename Out, typename Row>
 void pool(Row row, int64_t stride, Out* y, uint8_t* taps, const Size& size, std::vector<Largest>& scratch) {
     int64_t out_width = size.out_width();
@@ -98,9 +99,9 @@ void pool(Row row, int64_t stride, Out* y, uint8_t* taps, const Size& size, std:
     }
 }
 
-// The gradient of pooling for 16 channels of rows 2i and 2i + 1: that of each pixel is the sum of dy over the windows (at
-// most four) that took their largest value from there. Windows (i, j), (i, j + 1), (i + 1, j) and (i + 1, j + 1) are all
-// that reach into the 2x2 pixels from (2i, 2j). `lower` is null where row 2i + 1 lies outside of the frame.
+// The gradient of pooling for 16 channels of rows 2i and 2i + 1: that of each pixel is the sum of dy over the windows
+// (at most four) that took their largest value from there. Windows (i, j), (i, j + 1), (i + 1, j) and (i + 1, j + 1) are
+// all that reach into the 2x2 pixels from (2i, 2j). `lower` is null where row 2i + 1 lies outside of the frame.
 template <typename In, typename Out>
 void unpool(const In* dy, const uint8_t* taps, int64_t i, Out* upper, Out* lower, int64_t stride, const Size& size) {
     struct Windows {  // (i, j) and (i + 1, j)
@@ -193,8 +194,7 @@ void correlate(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64
 typedef int32_t Pair;
 
 Ints pairs(const BFloat16* first, const BFloat16* second) {  // 16 of them
-    Ints low = __builtin_convertvector(read<Shorts>(first), Ints), high = __builtin_convertvector(read<Shorts>(second), Ints);
-    return low | (high << 16);
+    return BFloat16::load_bits(first) | (BFloat16::load_bits(second) << 16);
 }
 
 void add_products(Floats& sums, Ints a, Pair b) {
@@ -240,7 +240,8 @@ std::vector<Pair> pack(const float* filters, bool transposed) {
     return packed;
 }
 
-// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be null.
+// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be
+// null.
 struct Epilogue {
     const float* bias;
     const BFloat16 *gate, *residual;
