@@ -79,15 +79,18 @@ def test_short_rollouts_keep_the_sizes_of_minibatches(algorithm):
     short.validate()
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
-def test_throughput_measures_real_runs(algorithm):
+# PPG's auxiliary phase would take minutes with malloc as it is.
+@pytest.mark.parametrize(
+    ("algorithm", "plain", "iterations"), [("ppo", "plain", 2), ("ppg", "plain+malloc", 1), ("impala", "plain", 2)]
+)
+def test_throughput_measures_real_runs(algorithm, plain, iterations):
     job = {
         "algorithm": algorithm, "repeat": 0, "sweep": "", "value": "", "env_id": "starpilot", "device": "cpu",
-        "num_steps": 2, "iterations": 2,
+        "num_steps": 2, "iterations": iterations,
     }  # fmt: skip
     rows = [
         throughput.alone(throughput.measure, job | {"configuration": configuration})
-        for configuration in ("plain", "default")
+        for configuration in (plain, "default")
     ]
     assert rows[0]["precision"] == "fp32"
     for row in rows:
