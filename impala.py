@@ -57,6 +57,7 @@ from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states, replayable
 from common.envs import RecordFirstEnv, RewardNormalizer, finished_episodes, group_seed, make_envs
 from common.errors import TrainingError, check_settings, one_line_errors, require
+from common.evaluation import Evaluator
 from common.memory import micro_batches, to_device
 from common.run import Run, check_run, require_finite
 
@@ -100,6 +101,17 @@ class Args:
     """team in Weights & Biases"""
     capture_video: bool = False
     """write videos of environment 0 into the run folder (slower: Procgen then draws 512x512 frames, too)"""
+
+    # ---- evaluation on held-out levels
+    eval_interval: int = 0
+    """environment steps between evaluations (the last is at the end of the run); 0 for none"""
+    eval_episodes: int = 64
+    """episodes of an evaluation with actions drawn, and again with the likeliest; rounded up to as many for each
+    environment"""
+    eval_num_levels: int = 0
+    """number of Procgen levels to evaluate on; 0 for no limit, which is the usual test set"""
+    eval_start_level: int = 0
+    """the first of them (needs --eval-num-levels)"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -183,9 +195,11 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps keep_checkpoints log_interval num_envs num_steps batch_size queue_size "
-            "sample_fraction num_minibatches clip_coef max_grad_norm micro_batch_size feature_dim hidden_dim",
-            not_negative="checkpoint_interval num_actors learning_rate rmsprop_eps adam_eps ent_coef baseline_coef",
+            positive="total_timesteps keep_checkpoints eval_episodes log_interval num_envs num_steps batch_size "
+            "queue_size sample_fraction num_minibatches clip_coef max_grad_norm micro_batch_size feature_dim "
+            "hidden_dim",
+            not_negative="checkpoint_interval eval_interval num_actors learning_rate rmsprop_eps adam_eps ent_coef "
+            "baseline_coef",
             fractions="sample_fraction gamma vtrace_lambda norm_reward_gamma",
         )
         share = self.num_actors * len(self.env_id.split(","))  # each actor plays every game
@@ -367,6 +381,11 @@ class Agent(nn.Module):
             state = torch.stack(self.lstm(features, tuple(state)))
             features = state[0]
         return self.policy_head(features), self.value_head(features).squeeze(-1), state
+
+    def get_action_dist(self, obs: Tensor, state: Tensor | None = None) -> tuple[Distribution, Tensor]:
+        """The distributions over actions at observations [N, ...], and the next state; None stands for the first."""
+        params, _, state = self.step(obs, self.initial_state(len(obs)) if state is None else state)
+        return action_dist(self.action_space, params), state
 
     def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
         """S steps of B unrolls: obs [S, B, ...], the state before obs[0] [2, B, H], dones [S, B] or [S - 1, B].
@@ -744,6 +763,7 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     batch_steps = args.batch_size * args.num_steps
     total_steps = args.num_updates * batch_steps
+    evaluate = Evaluator(args, agent, device, batch_steps, total_steps)
     if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
     run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
@@ -797,6 +817,7 @@ def main(args: Args) -> Path:
                         metrics |= batches.pop_metrics()
                     run.log(step, metrics)
                     history, lags = [], []
+                evaluate(step, run)
                 ends = ends | {experience.env: experience.end for experience in experiences}
                 # In turn, unrolls of this round that no batch has had yet; they are in no checkpoint.
                 in_hand = (version + 1 - first_update) * args.batch_size % args.num_envs
@@ -806,6 +827,7 @@ def main(args: Args) -> Path:
             if not batches.close():
                 for envs in groups:
                     envs.close()
+                evaluate.close()
 
     mean_lag = lag_sum / (args.num_updates * args.batch_size)
     print(f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most")

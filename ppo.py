@@ -41,6 +41,7 @@ from common.device import compile_encoders, resolve_precision, setup_device
 from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
 from common.errors import check_settings, one_line_errors, require
+from common.evaluation import Evaluator
 from common.memory import empty, micro_batches, to_device
 from common.run import Run, check_run
 
@@ -81,6 +82,17 @@ class Args:
     """team in Weights & Biases"""
     capture_video: bool = False
     """write videos of environment 0 into the run folder (slower: Procgen then draws 512x512 frames, too)"""
+
+    # ---- evaluation on held-out levels
+    eval_interval: int = 0
+    """environment steps between evaluations (the last is at the end of the run); 0 for none"""
+    eval_episodes: int = 64
+    """episodes of an evaluation with actions drawn, and again with the likeliest; rounded up to as many for each
+    environment"""
+    eval_num_levels: int = 0
+    """number of Procgen levels to evaluate on; 0 for no limit, which is the usual test set"""
+    eval_start_level: int = 0
+    """the first of them (needs --eval-num-levels)"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -156,9 +168,9 @@ class Args:
         """Raise InputError for sizes that cannot work, before anything is started."""
         check_settings(
             self,
-            positive="total_timesteps keep_checkpoints num_envs num_env_groups num_steps num_minibatches update_epochs "
-            "clip_coef clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
-            not_negative="checkpoint_interval learning_rate adam_eps ent_coef vf_coef",
+            positive="total_timesteps keep_checkpoints eval_episodes num_envs num_env_groups num_steps num_minibatches "
+            "update_epochs clip_coef clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
+            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef",
             fractions="gamma gae_lambda norm_reward_gamma",
         )
         require(
@@ -316,6 +328,10 @@ class Agent(nn.Module):
     def get_policy(self, obs: Tensor) -> Tensor:
         """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
         return self.policy_head(self.encode(self.encoder, obs))
+
+    def get_action_dist(self, obs: Tensor, state: None = None) -> tuple[Distribution, None]:
+        """The distributions over actions at observations [N, ...]; there is no state to keep from step to step."""
+        return action_dist(self.action_space, self.get_policy(obs)), state
 
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""
@@ -556,6 +572,7 @@ def main(args: Args) -> Path:
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     total_steps = args.num_iterations * args.batch_size
+    evaluate = Evaluator(args, agent, device, args.batch_size, total_steps)
     if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
     run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
@@ -582,9 +599,11 @@ def main(args: Args) -> Path:
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())
+            evaluate(step, run)
             checkpoints.save(step, envs=env_states(envs, obs))
 
     envs.close()
+    evaluate.close()
     return run.path
 
 

@@ -35,6 +35,7 @@ MAY_CHANGE = {
     *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
     *("device", "torch_deterministic", "num_threads", "micro_batch_size", "accelerate", "aux_frames"),
     *("track", "wandb_project_name", "wandb_entity"),
+    *("eval_interval", "eval_episodes", "eval_num_levels", "eval_start_level"),
 }
 ALL_STEPS = {"total_timesteps"}  # among them, but `auto` looks for a run of the same length
 

@@ -35,6 +35,10 @@ PACKAGES = ("numpy", "gymnasium", "procgen", "procgen-mirror")
 CSV_COLUMNS = {
     "progress.csv": ("step", "seconds", "episodes", "episodic_return", "last_100_return"),
     "episodes.csv": ("step", "seconds", "env", "episodic_return", "episodic_length"),
+    "eval.csv": (
+        *("step", "seconds", "policy", "env_id", "episodes", "episodic_return", "standard_error", "episodic_length"),
+        "normalized_return",
+    ),
 }
 EVENTS_SUFFIX = ".run"  # tells the run's own TensorBoard files from those that others put beside them
 LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
@@ -187,9 +191,10 @@ class Run:
                 raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
         self.csv = {name: csv.writer(file, lineterminator="\n") for name, file in self.files.items()}
         self.writer = SummaryWriter(str(path), filename_suffix=EVENTS_SUFFIX)
-        if checkpoint is None:
-            for name, columns in CSV_COLUMNS.items():
+        for name, columns in CSV_COLUMNS.items():
+            if not (path / name).stat().st_size:
                 self.csv[name].writerow(columns)
+        if checkpoint is None:
             table = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
             self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
 
@@ -309,6 +314,18 @@ class Run:
         self.new_returns.clear()
         self.step = step
         self.show(step, last=step >= self.total_steps)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], rows: list[tuple]) -> None:
+        """Write what an evaluation at `step` has found: metrics by tag (NaN is left out), and the rest of each row of
+        `eval.csv`."""
+        seconds = f"{time.monotonic() - self.start:.1f}"
+        with self.logging():
+            for tag, value in metrics.items():
+                if np.isfinite(value):
+                    self.writer.add_scalar(tag, value, step)
+            for row in rows:
+                cells = (f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row)
+                self.csv["eval.csv"].writerow((step, seconds, *cells))
 
     def summary(self) -> str:
         if not self.recent:

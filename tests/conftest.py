@@ -98,6 +98,27 @@ class CueEnv(gym.Env):
         return np.array([0, 0, self.count == 3], np.float32), float(last and action == self.cue), last, False, {}
 
 
+class LuckEnv(CountEnv):
+    """Episodes of 1 step or of 20, by chance."""
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed)
+        self.length = int(self.np_random.choice([1, 20]))
+        return result
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        return obs, reward, self.count == self.length, False, {}
+
+
+class ArmEnv(CountEnv):
+    """The reward is the number of the action. 10 steps an episode."""
+
+    def step(self, action):
+        obs, *_ = super().step(action)
+        return obs, float(action), self.count == 10, False, {}
+
+
 class CrashEnv(CountEnv):
     """Raises an error in its 50th step."""
 
@@ -145,6 +166,8 @@ def _register_tasks():
     gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
     gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
     gym.register("TestCue-v0", CueEnv)
+    gym.register("TestLuck-v0", LuckEnv)
+    gym.register("TestArm-v0", ArmEnv)
     gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
     gym.register("TestOpaque-v0", OpaqueEnv, max_episode_steps=5)
     gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)

@@ -4,10 +4,10 @@ import csv
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from common.envs import finished_episodes, make_envs
+from common.evaluation import HeldOut, play
 
 
 class Silent:
@@ -41,32 +41,18 @@ def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
-    """The episodes and the progress of a run without the wall-clock columns."""
+    """The episodes, progress and evaluations of a run without the wall-clock columns."""
     rows = []
-    for name in ("episodes.csv", "progress.csv"):
+    for name in ("episodes.csv", "progress.csv", "eval.csv"):
         with (run_dir / name).open() as file:
             rows += [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
     return rows
 
 
-@torch.no_grad()
 def evaluate(script: ModuleType, run_dir: Path, episodes: int = 20) -> float:
     """Mean return of the most probable actions over the first episode of each of `episodes` unseen environments."""
     agent, args = load(script, run_dir)
-    envs = make_envs(args.env_id, episodes, seed=10_000)
-    obs, _ = envs.reset(seed=10_000)
-    returns = np.full(episodes, np.nan)
-    recurrent = hasattr(agent, "initial_state")
-    state = agent.initial_state(episodes) if recurrent else None
-    while np.isnan(returns).any():
-        obs = torch.as_tensor(obs)
-        params, _, state = agent.step(obs, state) if recurrent else (agent.get_policy(obs), None, None)
-        dist = script.action_dist(envs.single_action_space, params)
-        obs, _, terminations, truncations, infos = envs.step(dist.mode.numpy())
-        if recurrent:
-            state[:, terminations | truncations] = 0
-        if "episode" in infos:
-            first = infos["_episode"] & np.isnan(returns)
-            returns[first] = infos["episode"]["r"][first]
-    envs.close()
+    held_out = HeldOut(make_envs(args.env_id, episodes, seed=10_000), seed=10_000)
+    returns, _ = play(agent, held_out, 1, greedy=True, device=torch.device("cpu"))
+    held_out.envs.close()
     return float(returns.mean())

@@ -131,6 +131,7 @@ def interrupted(script, calls, runs_dir, monkeypatch, **settings):
         (8, {"env_id": "coinrun,maze"}),
         (8, {"env_id": "Pendulum-v1"}),
         (8, {"env_id": "TestBits-v0"}),
+        (8, {"eval_interval": 50, "eval_episodes": 5}),
     ],
     ids=str,
 )

@@ -107,12 +107,13 @@ def test_folder(finished):
         "args.json",
         "checkpoints",
         "episodes.csv",
+        "eval.csv",
         "lock",
         "meta.json",
         "model.pt",
         "progress.csv",
     ]
-    assert len(names) == 8
+    assert len(names) == 9
 
 
 def test_args_json(finished):

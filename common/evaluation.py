@@ -1,0 +1,166 @@
+"""Evaluation on held-out levels: what an agent makes of levels that it was not trained on, while it is trained.
+
+An evaluation plays the same first episodes of the same environments each time, with random numbers of its own. So it
+is a function of the agent alone, changes nothing in the run, and is the same in a run that was resumed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+
+from common.env_state import env_states, load_env_states
+from common.envs import ProcgenVectorEnv, finished_episodes, group_seed, make_envs
+from common.errors import InputError
+from common.run import Run, mean
+from common.scores import normalized
+
+EVALUATION = 10_000  # in the place of a group's number: seeds unlike those of environments that train
+POLICIES = {"stochastic": "eval", "greedy": "eval/greedy"}  # and their tags
+
+
+@dataclass
+class HeldOut:
+    """Environments that start over whenever they are asked to: `obs` [N, ...] are their first observations."""
+
+    envs: VectorEnv
+    seed: int
+    start: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self):
+        obs = torch.as_tensor(self.envs.reset(seed=self.seed)[0])
+        self.start = env_states(self.envs, obs)
+
+    def reset(self) -> Tensor:
+        """Put all environments back to the start of their first episodes; return the observations [N, ...]."""
+        if isinstance(self.envs.unwrapped, ProcgenVectorEnv):  # whose `reset` restarts nothing
+            return load_env_states(self.envs, self.start)
+        return torch.as_tensor(self.envs.reset(seed=self.seed)[0])
+
+
+@torch.no_grad()
+def play(
+    agent: torch.nn.Module,
+    held_out: HeldOut,
+    episodes_per_env: int,
+    *,
+    greedy: bool,
+    device: torch.device,
+    show: Callable[[str], None] = lambda text: None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns float64 and lengths int64 of the first episodes of each environment, both [N, episodes_per_env].
+
+    Every environment has the same quota: were it "the first so many that end", short episodes would count more often.
+
+    Args:
+        agent: `agent.get_action_dist(obs, state)` gives a distribution over actions and the state to go on with.
+        greedy: take the likeliest action, or a Gaussian's mean, instead of drawing one.
+        show: told how far it is, after each step.
+    """
+    num_envs, obs, state = held_out.envs.num_envs, held_out.reset(), None
+    returns, lengths = np.zeros((num_envs, episodes_per_env)), np.zeros((num_envs, episodes_per_env), np.int64)
+    counts = np.zeros(num_envs, np.int64)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(held_out.seed)
+        while counts.min() < episodes_per_env:
+            obs = obs.float() if obs.dim() == 2 else obs  # vectors may come as float64
+            dist, state = agent.get_action_dist(obs.to(device), state)
+            actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: of a Bernoulli with probability .5
+            obs, _, terminations, truncations, infos = held_out.envs.step(actions.cpu().numpy())
+            obs = torch.as_tensor(obs)
+            if state is not None:
+                state[:, torch.as_tensor(terminations | truncations, device=state.device)] = 0
+            for env, episodic_return, length in finished_episodes(infos):
+                if counts[env] < episodes_per_env:
+                    returns[env, counts[env]], lengths[env, counts[env]] = episodic_return, length
+                    counts[env] += 1
+            show(f"evaluation: {counts.sum()}/{returns.size} episodes")
+    return returns, lengths
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean; NaN of a single value."""
+    return float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else math.nan
+
+
+class Evaluator:
+    """Evaluates an agent every `--eval-interval` steps and at the end of the run; with 0, never.
+
+    The environments are made here, once. An evaluation plays `--eval-episodes` episodes with the stochastic policy and
+    as many with the greedy one, an equal number in each environment.
+
+    Args:
+        args: the script's `Args`.
+        agent: see `play`.
+        device: of the agent.
+        iteration_steps: environment steps between calls.
+        total_steps: environment steps at which the run will end.
+
+    Raises:
+        InputError: the levels asked for cannot be.
+    """
+
+    def __init__(self, args: Any, agent: torch.nn.Module, device: torch.device, iteration_steps: int, total_steps: int):
+        self.args, self.agent, self.device = args, agent, device
+        self.iteration_steps, self.total_steps = iteration_steps, total_steps
+        if not args.eval_interval:
+            return
+        self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
+        num_envs = max(1, min(args.num_envs, args.eval_episodes) // len(self.games)) * len(self.games)
+        self.episodes_per_env = math.ceil(args.eval_episodes / num_envs)
+        seed = group_seed(args.seed, EVALUATION)
+        try:
+            envs = make_envs(
+                args.env_id,
+                num_envs,
+                seed=seed,
+                distribution_mode=args.distribution_mode,
+                num_levels=args.eval_num_levels,
+                start_level=args.eval_start_level,
+                num_threads=args.num_threads,
+            )
+        except InputError as error:  # which names the flags of the levels to train on
+            message = str(error).replace("--num-levels", "--eval-num-levels")
+            raise InputError(message.replace("--start-level", "--eval-start-level")) from None
+        self.held_out = HeldOut(envs, seed)
+
+    def __call__(self, step: int, run: Run) -> None:
+        """Evaluate, if an evaluation fell due since the call before or the run ends at `step`, and tell `run`."""
+        interval = self.args.eval_interval
+        if not interval or (step % interval >= self.iteration_steps and step < self.total_steps):
+            return
+        metrics, rows = {}, []
+        for policy, tag in POLICIES.items():
+            returns, lengths = play(
+                self.agent,
+                self.held_out,
+                self.episodes_per_env,
+                greedy=policy == "greedy",
+                device=self.device,
+                show=lambda text: run.show(step, text),
+            )
+            scores = []
+            for number, game in enumerate(self.games):
+                of_game, steps = returns[number :: len(self.games)], lengths[number :: len(self.games)]
+                scores.append(normalized(of_game.mean(), game, self.args.distribution_mode))
+                rows.append(
+                    (policy, game, of_game.size, of_game.mean(), standard_error(of_game), steps.mean(), scores[-1])
+                )
+                if len(self.games) > 1:
+                    metrics[f"{tag}/episodic_return/{game}"] = of_game.mean()
+            metrics |= {
+                f"{tag}/episodic_return": returns.mean(),
+                f"{tag}/episodic_length": lengths.mean(),
+                f"{tag}/normalized_return": np.mean(scores),
+                f"{tag}/train_test_gap": mean(run.recent) - returns.mean(),
+            }
+        run.evaluation(step, metrics, rows)
+
+    def close(self) -> None:
+        if self.args.eval_interval:
+            self.held_out.envs.close()

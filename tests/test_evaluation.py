@@ -1,0 +1,222 @@
+"""Evaluation on held-out levels."""
+
+import csv
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers import deterministic_files, parameters
+from test_bad_input import check_rejected
+from test_checkpoint import make_args
+from test_run import read_scalars
+from torch.distributions import Bernoulli, Categorical, Independent
+
+import impala
+import ppg
+import ppo
+from common import evaluation
+from common.envs import PROCGEN_GAMES, make_envs
+from common.evaluation import Evaluator, HeldOut, play
+from common.scores import RETURN_RANGES, normalized
+
+ALL = pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
+CPU = torch.device("cpu")
+
+
+class Player(torch.nn.Module):
+    """Has the same distribution over actions everywhere, keeps the states it is given, and counts steps in them."""
+
+    def __init__(self, dist):
+        super().__init__()
+        self.dist, self.states = dist, []
+
+    def get_action_dist(self, obs, state=None):
+        state = torch.zeros(2, len(obs), 1) if state is None else state
+        self.states.append(state[0, :, 0].clone())
+        return self.dist.expand((len(obs),)), state + 1
+
+
+def held_out(env_id, num_envs, seed=7, **settings):
+    return HeldOut(make_envs(env_id, num_envs, seed=seed, **settings), seed)
+
+
+def test_every_environment_plays_its_first_episodes():
+    """Episodes of 1 step and of 20: the first that end would be the short ones."""
+    returns, lengths = play(Player(Categorical(torch.ones(2))), held_out("TestLuck-v0", 8), 3, greedy=False, device=CPU)
+    expected = []
+    for number in range(8):
+        env = gym.make("TestLuck-v0")
+        env.reset(seed=7 + number)
+        expected.append([])
+        for _ in range(3):
+            rewards, over = 0.0, False
+            while not over:
+                _, reward, over, _, _ = env.step(0)
+                rewards += reward
+            expected[-1].append(rewards)
+            env.reset()
+    assert returns.tolist() == expected
+    assert lengths.tolist() == expected  # the reward is 1 a step
+    assert set(returns.flatten()) == {1, 20}
+
+
+def test_greedy_and_stochastic_actions():
+    """TestBits pays the share of bits guessed; TestArm the number of the action."""
+    player = Player(Categorical(torch.tensor([0.4, 0.6])))
+    greedy, _ = play(player, held_out("TestArm-v0", 50), 4, greedy=True, device=CPU)
+    drawn, _ = play(player, held_out("TestArm-v0", 50), 4, greedy=False, device=CPU)
+    assert (greedy == 10).all()
+    assert drawn.mean() == pytest.approx(6, abs=0.5)  # of 2000 draws; the standard error is .11
+    halves = Player(Independent(Bernoulli(torch.full((4,), 0.5)), 1))  # whose mode is NaN
+    with np.errstate(invalid="raise"):
+        play(halves, held_out("TestBits-v0", 4), 1, greedy=True, device=CPU)
+
+
+def test_a_state_starts_at_zero_with_each_episode():
+    player = Player(Categorical(torch.ones(2)))
+    _, lengths = play(player, held_out("TestLuck-v0", 6), 3, greedy=False, device=CPU)
+    states = torch.stack(player.states, dim=1)  # [N, steps]
+    for env in range(6):
+        expected = [step for length in lengths[env] for step in range(length)]
+        assert states[env][: len(expected)].tolist() == expected
+
+
+def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run():
+    """Of Procgen's environments, which cannot be reset."""
+    args = ppo.Args(env_id="bigfish", precision="fp32", seed=3)
+    for env_id in ("bigfish", "CartPole-v1"):
+        place = held_out(env_id, 4)
+        agent = ppo.Agent(place.envs.single_observation_space, place.envs.single_action_space, args)
+        before = torch.get_rng_state()
+        first = play(agent, place, 2, greedy=False, device=CPU)
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(0)
+        again = play(agent, place, 2, greedy=False, device=CPU)
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        assert len(np.unique(first[1])) > 4  # other levels, other episodes
+        place.envs.close()
+
+
+def test_levels_are_those_asked_for():
+    args = make_args(
+        ppo, ".", env_id="coinrun", num_levels=5, eval_interval=1, eval_num_levels=10, eval_start_level=5,
+        eval_episodes=64, num_envs=64,
+    )  # fmt: skip
+    evaluator = Evaluator(args, None, CPU, 1, 1)
+    seeds = set(evaluator.held_out.envs.unwrapped.level_seeds())
+    assert seeds == set(range(5, 15))
+    evaluator.close()
+    args.eval_num_levels = args.eval_start_level = 0  # the full distribution, drawn otherwise than in training
+    evaluator = Evaluator(args, None, CPU, 1, 1)
+    training = make_envs("coinrun", 64, seed=args.seed)
+    levels = [envs.unwrapped.level_seeds() for envs in (evaluator.held_out.envs, training)]
+    assert len(set(levels[0] + levels[1])) == 128
+    evaluator.close()
+    training.close()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_envs", "episodes", "expected"),
+    [("CartPole-v1", 8, 64, (8, 8)), ("CartPole-v1", 8, 3, (3, 1)), ("CartPole-v1", 8, 9, (8, 2)),
+     ("coinrun,maze,heist", 6, 4, (3, 2)), ("coinrun,maze,heist", 6, 1, (3, 1))],
+)  # fmt: skip
+def test_environments_and_their_quota(env_id, num_envs, episodes, expected):
+    args = make_args(ppo, ".", env_id=env_id, num_envs=num_envs, eval_interval=1, eval_episodes=episodes)
+    evaluator = Evaluator(args, None, CPU, 1, 1)
+    assert (evaluator.held_out.envs.num_envs, evaluator.episodes_per_env) == expected
+    evaluator.close()
+
+
+@ALL
+def test_an_evaluated_run_is_the_same_run(script, tmp_path):
+    """But for the evaluations, which come every 100 steps, at the end of the iteration, and at the run's end."""
+    plain = script.main(make_args(script, tmp_path / "plain"))
+    path = script.main(make_args(script, tmp_path / "evaluated", eval_interval=100, eval_episodes=6))
+    assert all(torch.equal(a, b) for a, b in zip(parameters(plain).values(), parameters(path).values(), strict=True))
+    evaluations = read_csv(path / "eval.csv")
+    assert [row for row in deterministic_files(path) if "policy" not in row] == deterministic_files(plain)
+    steps = [112, 208, 304, 384] if script is impala else [128, 224, 320, 384]  # 16 or 32 steps at a time
+    assert [(int(row["step"]), row["policy"]) for row in evaluations] == [
+        (step, policy) for step in steps for policy in ("stochastic", "greedy")
+    ]
+    assert {row["episodes"] for row in evaluations} == {"8"}  # 6, in each of 4 environments as many
+    scalars, others = read_scalars(path), read_scalars(plain)
+    assert [step for step, _ in scalars["eval/episodic_return"]] == steps
+    assert "eval/normalized_return" not in scalars  # there is none of CartPole's
+    assert {tag for tag in scalars if not tag.startswith("eval/")} == set(others)
+
+
+def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
+    """Environments 0 and 2 play starpilot, 1 and 3 coinrun."""
+    returns = {False: np.array([[10.0, 20], [5, 10], [30, 40], [0, 5]]), True: np.full((4, 2), 8.0)}
+    monkeypatch.setattr(
+        evaluation, "play", lambda *args, greedy, **rest: (returns[greedy], returns[greedy].astype(int) + 1)
+    )
+    args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
+    path = ppo.main(args)
+    rows = read_csv(path / "eval.csv")
+    assert [(row["policy"], row["env_id"], row["episodes"], row["episodic_return"]) for row in rows] == [
+        ("stochastic", "starpilot", "4", "25"), ("stochastic", "coinrun", "4", "5"),
+        ("greedy", "starpilot", "4", "8"), ("greedy", "coinrun", "4", "8"),
+    ]  # fmt: skip
+    assert float(rows[0]["standard_error"]) == pytest.approx((500 / 3) ** 0.5 / 2, abs=1e-4)
+    assert rows[0]["episodic_length"] == "26"
+    assert float(rows[0]["normalized_return"]) == pytest.approx(22.5 / 61.5, abs=1e-5)
+    scalars = {tag: points[0][1] for tag, points in read_scalars(path).items() if tag.startswith("eval/")}
+    recent = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
+    assert scalars == pytest.approx(
+        {
+            "eval/episodic_return": 15, "eval/episodic_return/starpilot": 25, "eval/episodic_return/coinrun": 5,
+            "eval/episodic_length": 16, "eval/normalized_return": 22.5 / 61.5 / 2, "eval/train_test_gap": recent - 15,
+            "eval/greedy/episodic_return": 8, "eval/greedy/episodic_return/starpilot": 8,
+            "eval/greedy/episodic_return/coinrun": 8, "eval/greedy/episodic_length": 9,
+            "eval/greedy/normalized_return": (5.5 / 61.5 + 0.6) / 2, "eval/greedy/train_test_gap": recent - 8,
+        },
+        abs=1e-4,
+    )  # fmt: skip
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"eval_interval": -1}, ["--eval-interval -1"]),
+        ({"eval_episodes": 0}, ["--eval-episodes 0"]),
+        ({"eval_num_levels": -1}, ["--eval-num-levels -1"]),
+        ({"eval_start_level": 200}, ["--eval-start-level", "--eval-num-levels"]),
+        ({"env_id": "CartPole-v1", "eval_num_levels": 3}, ["--eval-num-levels", "CartPole-v1"]),
+    ],
+)
+def test_bad_settings(script, settings, words, tmp_path):
+    check_rejected(script, tmp_path, {"env_id": "maze", "eval_interval": 64} | settings, *words)
+
+
+def test_an_agent_with_a_memory_is_evaluated_with_it(tmp_path):
+    """TestCue pays 1 or 0 at its end: a policy that carried the state over, or dropped it, could not know."""
+    args = make_args(impala, tmp_path, env_id="TestCue-v0", use_lstm=True)
+    place = held_out("TestCue-v0", 3)
+    agent = impala.Agent(place.envs.single_observation_space, place.envs.single_action_space, args)
+    seen, step = [], agent.step
+    agent.step = lambda obs, state: seen.append((obs, state)) or step(obs, state)
+    play(agent, place, 2, greedy=True, device=CPU)
+    assert [bool(state.any()) for _, state in seen] == [False, True, True, True] * 2
+    for obs, state in seen:
+        if not state.any():
+            assert (obs[:, 2] == 0).all()
+
+
+def test_normalized_returns():
+    assert all(RETURN_RANGES[mode].keys() == set(PROCGEN_GAMES) for mode in ("easy", "hard"))
+    assert all(least < best for ranges in RETURN_RANGES.values() for least, best in ranges.values())
+    assert normalized(2.5, "starpilot", "easy") == 0
+    assert normalized(35.0, "starpilot", "hard") == 1
+    assert normalized(15.45, "fruitbot", "easy") == pytest.approx(0.5)
+    assert math.isnan(normalized(1.0, "CartPole-v1", "easy"))
+    assert math.isnan(normalized(1.0, "maze", "memory"))
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
