@@ -103,7 +103,9 @@ def find_run(args: Any, script: str) -> Resumed | None:
         return None
     if args.resume != "auto":
         return open_run(Path(args.resume), args, script)
-    for path in unfinished_runs(args, script):
+    for path, finished in runs_of(args, script):
+        if finished:
+            continue
         try:
             return open_run(path, args, script)
         except InputError as error:
@@ -112,15 +114,14 @@ def find_run(args: Any, script: str) -> Resumed | None:
     return None
 
 
-def unfinished_runs(args: Any, script: str) -> list[Path]:
-    """Run folders in --runs-dir with the settings of `args` that have not ended, the newest first."""
+def runs_of(args: Any, script: str) -> list[tuple[Path, bool]]:
+    """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended."""
     found = []
     for path in Path(args.runs_dir).glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
-        same = meta.get("script") == script and not differences(args, settings, ALL_STEPS)
-        if same and not meta.get("finished"):
-            found.append((str(meta.get("started")), path.stat().st_ctime_ns, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+        if meta.get("script") == script and not differences(args, settings, ALL_STEPS):
+            found.append((str(meta.get("started")), path.stat().st_ctime_ns, path, bool(meta.get("finished"))))
+    return [(path, finished) for *_, path, finished in sorted(found, reverse=True)]
 
 
 def differences(args: Any, settings: dict[str, Any], also: set[str] = frozenset()) -> list[str]:

@@ -1,0 +1,355 @@
+"""Run a matrix of algorithms, games and seeds, some at a time. What is done is not done again; what is broken goes on.
+
+    python benchmarks/run.py --algorithms ppo impala --env-ids starpilot fruitbot --seeds 2 --total-timesteps 1000000
+    python benchmarks/run.py --algorithms ppg --protocol hard-500 --devices cuda:0 cuda:1 --runs-per-device 2
+    python benchmarks/run.py --algorithms ppo --dry-run -- --precision bf16 --anneal-lr
+    python benchmarks/run.py --launcher slurm --slurm-partition gpu --slurm-gpus 1 --slurm-at-a-time 8
+
+What follows `--` goes to the scripts. Each run is `python <algorithm>.py ... --resume auto` in a process of its own,
+which prints to `<runs-dir>/logs/`. A finished run of the same settings in --runs-dir is skipped, an unfinished one goes
+on from its last checkpoint: after Ctrl-C, a crash or a reboot, repeat the command. The table of all runs is kept up to
+date on a terminal, and printed elsewhere whenever a run starts or ends. On Slurm, the matrix is one job array; jobs
+that run out of time save a checkpoint and are queued again.
+"""
+
+import csv
+import importlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import torch
+import tyro
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.checkpoint import runs_of
+from common.envs import PROCGEN_GAMES, unknown_env
+from common.errors import InputError, check_settings, one_line_errors
+from common.run import lock_folder
+
+ROOT = Path(__file__).parent.parent
+# Of the Procgen paper: how hard, how many levels to train on, and for how long. With a limited number, runs are also
+# evaluated on all levels.
+PROTOCOLS = {
+    "easy-all": {"distribution_mode": "easy", "num_levels": 0, "total_timesteps": 25_000_000},
+    "easy-200": {
+        "distribution_mode": "easy", "num_levels": 200, "total_timesteps": 25_000_000, "eval_interval": 262_144,
+    },
+    "hard-all": {"distribution_mode": "hard", "num_levels": 0, "total_timesteps": 200_000_000},
+    "hard-500": {
+        "distribution_mode": "hard", "num_levels": 500, "total_timesteps": 200_000_000, "eval_interval": 2_097_152,
+    },
+}  # fmt: skip
+POLL_SECONDS = 1.0
+
+
+@dataclass
+class Args:
+    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ("ppo", "ppg", "impala")
+    """scripts to run"""
+    env_ids: tuple[str, ...] = ("starpilot",)
+    """Procgen games, or other tasks"""
+    seeds: int = 3
+    """runs of each algorithm on each game: seeds 1, 2, ..."""
+    protocol: Literal["easy-all", "easy-200", "hard-all", "hard-500"] = "easy-all"
+    """difficulty, number of levels to train on, and length of a run"""
+    total_timesteps: int | None = None
+    """environment steps of a run; None for the protocol's (25M easy, 200M hard)"""
+    extra: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """further flags of the scripts: what follows `--` on the command line"""
+    runs_dir: str = "runs"
+    """where run folders are made and looked for"""
+    dry_run: bool = False
+    """show the commands and what there is of them, and stop"""
+    launcher: Literal["local", "slurm"] = "local"
+    """run here, or submit a Slurm job array (needs submitit)"""
+
+    # ---- here
+    devices: tuple[str, ...] = ("auto",)
+    """where runs go: cpu, cuda:0, cuda:1, ...; auto for all GPUs, or else the CPU"""
+    runs_per_device: int | None = None
+    """runs at a time; None for 1 on a GPU, and on the CPU for as many as have --threads each"""
+    threads: int = 1
+    """PyTorch's threads of a run on the CPU: two runs with one each make more steps than one with two"""
+    attempts: int = 2
+    """how often a run that fails is started in all"""
+
+    # ---- on Slurm
+    slurm_partition: str | None = None
+    """partition; None for the cluster's default"""
+    slurm_gpus: int = 1
+    """GPUs of a run"""
+    slurm_cpus: int = 8
+    """CPUs of a run"""
+    slurm_minutes: int = 240
+    """time limit of a job; a run that needs more is queued again"""
+    slurm_at_a_time: int = 16
+    """runs at a time"""
+
+
+@dataclass
+class Job:
+    """A run to make. `state`: waiting, running, done, failed, elsewhere (in use by another process) or submitted."""
+
+    algorithm: str
+    words: list[str]  # flags of its script
+    settings: Any  # what the script will make of them
+    state: str = "waiting"
+    path: Path | None = None  # of the run folder, once there is one
+    attempts: int = 0
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm} {self.settings.env_id} {self.settings.seed}"
+
+    def command(self, runs_dir: str) -> list[str]:
+        return [f"{self.algorithm}.py", *self.words, "--runs-dir", runs_dir, "--resume", "auto"]
+
+
+# --------------------------------------------------------------------------------------------------------- the matrix
+
+
+def make_jobs(args: Args) -> list[Job]:
+    """A job for each seed, game and algorithm, in this order, so that one seed of all is there first.
+
+    Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message.
+    """
+    check_settings(
+        args,
+        positive="seeds total_timesteps runs_per_device threads attempts slurm_cpus slurm_minutes slurm_at_a_time",
+        not_negative="slurm_gpus",
+        fractions="",
+    )
+    for env_id in args.env_ids:
+        if not {env_id, *env_id.split(",")} & gym.registry.keys() and not set(env_id.split(",")) <= set(PROCGEN_GAMES):
+            raise unknown_env(env_id)
+    protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
+    jobs = []
+    for seed in range(1, args.seeds + 1):
+        for env_id in args.env_ids:
+            for algorithm in args.algorithms:
+                words = ["--env-id", env_id, "--seed", str(seed)]
+                for name, value in protocol.items():
+                    words += ["--" + name.replace("_", "-"), str(value)]
+                words += args.extra
+                settings = tyro.cli(importlib.import_module(algorithm).Args, args=words)
+                settings.validate()
+                jobs.append(Job(algorithm, words, settings))
+    return jobs
+
+
+def look(job: Job, runs_dir: str) -> None:
+    """Find the newest run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
+    precisions = ["fp32", "bf16"] if job.settings.precision == "auto" else [job.settings.precision]
+    for precision in precisions:
+        settings = replace(job.settings, runs_dir=runs_dir, precision=precision)
+        for path, finished in runs_of(settings, f"{job.algorithm}.py"):
+            job.path = path
+            if job.state == "waiting" and (finished or in_use(path)):
+                job.state = "done" if finished else "elsewhere"
+            return
+
+
+def in_use(path: Path) -> bool:
+    try:
+        lock_folder(path).close()
+    except InputError:
+        return True
+    return False
+
+
+def table(jobs: list[Job]) -> Table:
+    """All runs: how far they are, how fast, what they return, and how long they still need."""
+    counts = Counter(job.state for job in jobs)
+    title = ", ".join(f"{count} {state}" for state, count in counts.items())
+    shown = Table("run", "state", *("steps", "of", "SPS", "return", "left"), "", title=f"{len(jobs)} runs: {title}")
+    for column in shown.columns[2:7]:
+        column.justify = "right"
+    for job in jobs:
+        row = last_row(job.path / "progress.csv") if job.path else None
+        cells = ["-"] * 3
+        if row:
+            step, sps = int(row["step"]), int(row["step"]) / max(float(row["seconds"]), 0.1)
+            left = timedelta(seconds=round(max(job.settings.total_timesteps - step, 0) / sps))
+            cells = [f"{sps:.0f}", f"{float(row['last_100_return']):.2f}", str(left)]
+        steps = f"{int(row['step']):,}" if row else "0"
+        shown.add_row(job.name, job.state, steps, f"{job.settings.total_timesteps:,}", *cells, job.note)
+    return shown
+
+
+def last_row(path: Path) -> dict[str, str] | None:
+    """The last whole row of a progress.csv, if there is one."""
+    try:
+        with path.open(newline="") as file:
+            rows = deque(csv.DictReader(file), maxlen=2)
+    except OSError:
+        return None
+    whole = [row for row in rows if row.get("last_100_return")]  # the last may be half written
+    return whole[-1] if whole else None
+
+
+# ------------------------------------------------------------------------------------------------------ running here
+
+
+def places(args: Args) -> list[str]:
+    """The device of each of the runs that go on at a time."""
+    devices = args.devices
+    if devices == ("auto",):
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+    found = []
+    for device in devices:
+        default = max(1, os.cpu_count() // args.threads) if device == "cpu" else 1
+        found += [device] * (args.runs_per_device or default)
+    return found
+
+
+def start(job: Job, device: str, args: Args, log: Path) -> subprocess.Popen:
+    command = [sys.executable, *job.command(str(Path(args.runs_dir).resolve())), "--device", device]
+    job.state, job.attempts, job.note = "running", job.attempts + 1, device
+    with log.open("a") as file:
+        file.write(f"$ {shlex.join(['python', *command[1:]])}\n")
+        file.flush()
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
+            start_new_session=True,  # Ctrl-C is for this process, which tells the runs
+        )
+
+
+def end(job: Job, code: int, args: Args, log: Path) -> None:
+    """Note how a run ended: what has failed waits for another attempt, but for bad input (code 2)."""
+    job.state, job.note = "done", ""
+    if code:
+        job.state = "waiting" if job.attempts < args.attempts and code != 2 else "failed"
+        lines = log.read_text(errors="replace").splitlines()
+        job.note = f"exit code {code}: {lines[-1] if lines else 'no output'} ({log})"
+
+
+def run_here(jobs: list[Job], args: Args, console: Console) -> None:
+    """Run the jobs that wait, and show all of them; on a signal, stop all runs, which save a checkpoint."""
+    logs = Path(args.runs_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    free, running = places(args), []  # running: (job, process, device, log)
+    with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+        try:
+            while True:
+                changed = False
+                for job, process, device, log in [each for each in running if each[1].poll() is not None]:
+                    running.remove((job, process, device, log))
+                    free.append(device)
+                    end(job, process.returncode, args, log)
+                    changed = True
+                for job in [job for job in jobs if job.state == "waiting"][: len(free)]:
+                    device, log = free.pop(0), logs / f"{job.name.replace(' ', '-').replace('/', '-')}.log"
+                    running.append((job, start(job, device, args, log), device, log))
+                    changed = True
+                for job, *_ in running:
+                    look(job, args.runs_dir)
+                if console.is_terminal:
+                    live.update(table(jobs), refresh=True)
+                elif changed:
+                    console.print(table(jobs))
+                if not running:
+                    return
+                time.sleep(POLL_SECONDS)
+        finally:
+            for _, process, *_ in running:
+                process.send_signal(signal.SIGTERM)
+            for _, process, *_ in running:
+                process.wait()
+
+
+# --------------------------------------------------------------------------------------------------------- on Slurm
+
+
+class SlurmRun:
+    """What a Slurm job does. submitit calls `checkpoint` when its time is up or it is preempted."""
+
+    def __init__(self):
+        self.process = None
+
+    def __call__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
+        code = self.process.wait()
+        if code:
+            raise RuntimeError(f"exit code {code}")
+
+    def checkpoint(self, command: list[str]) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        self.process.send_signal(signal.SIGTERM)  # should Slurm's own have missed it
+        with suppress(ChildProcessError):  # it has been waited for
+            os.waitpid(self.process.pid, 0)  # not process.wait(), whose lock the interrupted __call__ holds
+        return DelayedSubmission(SlurmRun(), command)
+
+
+def submit(jobs: list[Job], args: Args) -> None:
+    """Submit the jobs that wait as one array."""
+    try:
+        import submitit
+    except ImportError:
+        raise InputError("--launcher slurm needs submitit: pip install submitit.") from None
+    logs = Path(args.runs_dir).resolve() / "logs"
+    # Slurm's signal goes to the run as well, which has no other that would end it in good order.
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
+    executor = submitit.SlurmExecutor(folder=logs, max_num_timeout=10_000)
+    executor.update_parameters(
+        job_name="procgen",
+        time=args.slurm_minutes,
+        cpus_per_task=args.slurm_cpus,
+        array_parallelism=args.slurm_at_a_time,
+        **({"gpus_per_node": args.slurm_gpus} if args.slurm_gpus else {}),
+        **({"partition": args.slurm_partition} if args.slurm_partition else {}),
+    )
+    waiting = [job for job in jobs if job.state == "waiting"]
+    commands = [job.command(str(Path(args.runs_dir).resolve())) for job in waiting]
+    for job, submitted in zip(waiting, executor.map_array(SlurmRun(), commands), strict=True):
+        job.state, job.note = "submitted", f"Slurm job {submitted.job_id}, {submitted.paths.stderr}"
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def main(args: Args) -> list[Job]:
+    """Make all runs of the matrix that are not there. Raises InputError before any is started."""
+    jobs = make_jobs(args)
+    for job in jobs:
+        look(job, args.runs_dir)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if args.dry_run:
+        for job in jobs:
+            print(f"{job.state}: {shlex.join(['python', *job.command(args.runs_dir)])}")
+        return jobs
+    if args.launcher == "slurm":
+        submit(jobs, args)
+        console.print(table(jobs))
+    else:
+        run_here(jobs, args, console)
+    return jobs
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        words = sys.argv[1:]
+        split = words.index("--") if "--" in words else len(words)
+        jobs = main(replace(tyro.cli(Args, args=words[:split]), extra=tuple(words[split + 1 :])))
+        if any(job.state == "failed" for job in jobs):
+            sys.exit(1)

@@ -1,0 +1,301 @@
+"""benchmarks/run.py: the matrix of runs, here and on Slurm."""
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from common.errors import InputError
+from common.run import lock_folder
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import run as launcher
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]
+
+
+def make_args(runs_dir, **settings):
+    small = {"algorithms": ("ppo",), "env_ids": ("CartPole-v1",), "seeds": 1, "total_timesteps": 256}
+    small |= {"devices": ("cpu",), "runs_dir": str(runs_dir), "extra": tuple(SMALL)}
+    return launcher.Args(**small | settings)
+
+
+def run_folders(runs_dir):
+    return [path for path in runs_dir.iterdir() if path.name != "logs"]
+
+
+def command_line(runs_dir, total_timesteps, *words):
+    return [
+        *(sys.executable, "benchmarks/run.py", "--algorithms", "ppo", "--env-ids", "CartPole-v1", "--seeds", "2"),
+        *("--total-timesteps", str(total_timesteps), "--runs-dir", str(runs_dir), *words, "--", *SMALL),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- the matrix
+
+
+def test_the_matrix_has_one_seed_of_all_first():
+    jobs = launcher.make_jobs(
+        launcher.Args(algorithms=("ppo", "impala"), env_ids=("starpilot", "coinrun,maze"), seeds=2)
+    )
+    assert [job.name for job in jobs] == [
+        "ppo starpilot 1", "impala starpilot 1", "ppo coinrun,maze 1", "impala coinrun,maze 1",
+        "ppo starpilot 2", "impala starpilot 2", "ppo coinrun,maze 2", "impala coinrun,maze 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("protocol", "mode", "levels", "steps"),
+    [("easy-all", "easy", 0, 25e6), ("easy-200", "easy", 200, 25e6), ("hard-all", "hard", 0, 200e6),
+     ("hard-500", "hard", 500, 200e6)],
+)  # fmt: skip
+def test_protocols(protocol, mode, levels, steps):
+    for job in launcher.make_jobs(launcher.Args(protocol=protocol, seeds=1, extra=("--gamma", "0.9"))):
+        settings = job.settings
+        assert (settings.distribution_mode, settings.num_levels, settings.total_timesteps) == (mode, levels, steps)
+        assert (settings.eval_interval > 0) == (levels > 0)
+        assert settings.eval_num_levels == 0
+        assert settings.gamma == 0.9
+        assert "--gamma 0.9" in shlex.join(job.command("runs"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"env_ids": ("starpliot",)}, "Did you mean starpilot?"),
+        ({"seeds": 0}, "--seeds 0"),
+        ({"threads": 0}, "--threads 0"),
+        ({"algorithms": ("dqn",), "launcher": "ssh"}, "--launcher ssh"),
+        ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
+    ],
+)
+def test_bad_settings(settings, word, tmp_path):
+    with pytest.raises(InputError, match=re.escape(word)):
+        launcher.main(make_args(tmp_path / "runs", **settings))
+    assert not list(tmp_path.iterdir())
+
+
+def test_places(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert launcher.places(launcher.Args(devices=("cpu",), threads=2)) == ["cpu"] * 4
+    assert launcher.places(launcher.Args(devices=("cpu",), threads=16)) == ["cpu"]
+    assert launcher.places(launcher.Args(devices=("cuda:0", "cuda:1"))) == ["cuda:0", "cuda:1"]
+    assert launcher.places(launcher.Args(devices=("cuda:0",), runs_per_device=2)) == ["cuda:0", "cuda:0"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert launcher.places(launcher.Args()) == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+# ------------------------------------------------------------------------------------------------------ running here
+
+
+def test_runs_are_made_once(tmp_path):
+    jobs = launcher.main(make_args(tmp_path, seeds=2))
+    assert [(job.state, job.attempts) for job in jobs] == [("done", 1)] * 2
+    folders = run_folders(tmp_path)
+    assert sorted(json.loads((path / "args.json").read_text())["seed"] for path in folders) == [1, 2]
+    jobs = launcher.main(make_args(tmp_path, seeds=3))
+    assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 0), ("done", 1)]
+    assert len(run_folders(tmp_path)) == 3
+    jobs = launcher.main(make_args(tmp_path, total_timesteps=384, dry_run=True))  # other settings
+    assert [job.state for job in jobs] == ["waiting"]
+
+
+def test_a_stopped_matrix_goes_on(tmp_path):
+    """SIGTERM stops all runs, which save checkpoints; the same command resumes them."""
+    process = subprocess.Popen(command_line(tmp_path, 20_000), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list(tmp_path.glob("*/progress.csv"))) == 2, process)
+    wait_for(lambda: all(len(path.read_text().splitlines()) > 3 for path in tmp_path.glob("*/progress.csv")), process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    folders = run_folders(tmp_path)
+    assert len([path for path in folders if list(path.glob("checkpoints/*.pt"))]) == 2
+    assert not any(launcher.in_use(path) for path in folders)
+    result = subprocess.run(command_line(tmp_path, 20_000), cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "2 runs: 2 done" in result.stdout
+    assert sorted(run_folders(tmp_path)) == sorted(folders)
+    for path in folders:
+        meta = json.loads((path / "meta.json").read_text())
+        assert meta["finished"]
+        assert meta["resumed"][0]["step"] > 0
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_run_in_use_is_left_alone(tmp_path):
+    (job,) = launcher.main(make_args(tmp_path))
+    meta = json.loads((job.path / "meta.json").read_text())
+    (job.path / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    lock = lock_folder(job.path)
+    (job,) = launcher.main(make_args(tmp_path))
+    assert (job.state, job.attempts) == ("elsewhere", 0)
+    lock.close()
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
+def test_failures(code, attempts, tmp_path, monkeypatch):
+    """Of three runs, the second fails whenever it is started. Bad input (code 2) is not tried again."""
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+
+    def start(job, device, args, log):
+        job.state, job.attempts = "running", job.attempts + 1
+        log.write_text("first line\nlast line\n")
+        return SimpleNamespace(poll=lambda: 0, returncode=code if job.settings.seed == 2 else 0)
+
+    monkeypatch.setattr(launcher, "start", start)
+    jobs = launcher.main(make_args(tmp_path, seeds=3, attempts=3))
+    assert [(job.state, job.attempts) for job in jobs] == [("done", 1), ("failed", attempts), ("done", 1)]
+    assert f"exit code {code}: last line" in jobs[1].note
+
+
+def test_a_failure_is_told(tmp_path):
+    words = command_line(tmp_path / "runs", 256)
+    result = subprocess.run(
+        [*words, "--init-from", str(tmp_path / "nothing")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert "2 runs: 2 failed" in result.stdout
+    assert "exit code 2: error: --init-from" in " ".join(result.stdout.split())
+
+
+def test_the_table(tmp_path):
+    (job, other) = launcher.make_jobs(make_args(tmp_path, seeds=2, total_timesteps=1000))
+    job.state, job.path = "running", tmp_path
+    rows = ["step,seconds,episodes,episodic_return,last_100_return", "128,2.0,3,20,21", "256,4.0,3,20,22.5", "384,6"]
+    (tmp_path / "progress.csv").write_text("\n".join(rows))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(launcher.table([job, other]))
+    lines = [re.sub(r"\W*[│┃]\W*", "|", line) for line in console.file.getvalue().splitlines()]
+    assert "2 runs: 1 running, 1 waiting" in lines[0]
+    assert "|ppo CartPole-v1 1|running|256|1,000|64|22.50|0:00:12|" in lines
+    assert "|ppo CartPole-v1 2|waiting|0|1,000|" in "".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------- on Slurm
+
+
+def test_a_slurm_job_stops_its_run_and_is_repeated(tmp_path):
+    """Called as submitit does: `checkpoint` from a signal handler, in the midst of `__call__`."""
+    code = f"""
+import signal, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import run
+job, command = run.SlurmRun(), ["-c", "import time; time.sleep(100)"]
+def handle(signum, frame):
+    again = job.checkpoint(command)
+    child = run.os.path.exists(f"/proc/{{job.process.pid}}")
+    print("again:", again.args == (command,), type(again.function).__name__, "child:", child)
+    sys.exit(5)
+signal.signal(signal.SIGALRM, handle)
+signal.alarm(2)
+job(command)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 5, result.stderr
+    assert result.stdout == "again: True SlurmRun child: False\n"
+
+
+def test_a_slurm_job_fails_with_its_run():
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        launcher.SlurmRun()(["-c", "raise SystemExit(3)"])
+
+
+def test_slurm_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(InputError, match="pip install submitit"):
+        launcher.main(make_args(tmp_path, launcher="slurm"))
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A cluster of this one machine, with an authentication service of its own."""
+    if not all(map(shutil.which, ("munged", "slurmctld", "slurmd"))) or os.geteuid() != 0:
+        pytest.skip("needs root and Debian's packages slurm-wlm and munge")
+    tmp_path.chmod(0o755)
+    name = subprocess.check_output(["hostname", "-s"], text=True).strip()
+    (tmp_path / "key").write_bytes(os.urandom(1024))
+    (tmp_path / "key").chmod(0o400)
+    (tmp_path / "slurm.conf").write_text(f"""
+ClusterName=test
+SlurmctldHost={name}(127.0.0.1)
+AuthInfo=socket={tmp_path}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort=26817
+SlurmdPort=26818
+StateSaveLocation={tmp_path}/state
+SlurmdSpoolDir={tmp_path}/spool
+SlurmctldPidFile={tmp_path}/slurmctld.pid
+SlurmdPidFile={tmp_path}/slurmd.pid
+SlurmctldLogFile={tmp_path}/slurmctld.log
+SlurmdLogFile={tmp_path}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+NodeName={name} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+""")
+    for folder in ("state", "spool"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    own = {"key-file": "key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
+    munge = [f"--{flag}={tmp_path / file}" for flag, file in (own | {"seed-file": "munge.seed"}).items()]
+    daemons = []
+    try:
+        for command in (["munged", "-F", "-f", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
+            daemons.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            time.sleep(1)
+        wait_for(lambda: b"idle" in subprocess.run(["sinfo", "-h"], capture_output=True).stdout, daemons[0])
+        yield
+    finally:
+        subprocess.run(["scancel", "--user", "root"])
+        time.sleep(1)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+@pytest.mark.slurm
+def test_a_matrix_on_slurm(slurm, tmp_path):
+    """Two runs as a job array; one gets the signal that Slurm sends before a job's time is up, and is queued again."""
+    runs = tmp_path / "runs"
+    words = ["--launcher", "slurm", "--slurm-gpus", "0", "--slurm-cpus", "1", "--slurm-partition", "main"]
+    result = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "2 runs: 2 submitted" in result.stdout
+    controller = SimpleNamespace(poll=lambda: None)
+    wait_for(lambda: len(list(runs.glob("*/progress.csv"))) == 2, controller)
+    wait_for(lambda: all(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")), controller)
+    job = re.search(r"Slurm job (\d+_0)", result.stdout)[1]
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    queue = ["squeue", "-h", "-o", "%i %t"]
+    wait_for(lambda: f"{job} PD" in subprocess.check_output(queue, text=True), controller)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
+    wait_for(lambda: not subprocess.check_output(queue, text=True), controller, seconds=300)
+    metas = [json.loads((path / "meta.json").read_text()) for path in run_folders(runs)]
+    assert [bool(meta["finished"]) for meta in metas] == [True, True]
+    assert sorted(len(meta["resumed"]) for meta in metas) == [0, 1]
+    again = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
+    assert "2 runs: 2 done" in again.stdout
