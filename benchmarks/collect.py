@@ -4,7 +4,8 @@
 
 Each run folder becomes benchmarks/results/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
-last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine) stands beside it.
+last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine) stands beside it, and in seed<k>.eval.csv
+the evaluations of a run with --eval-interval.
 """
 
 import json
@@ -30,6 +31,8 @@ def collect(run_dir: Path) -> Path:
             raise ValueError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
     write_curve(target, curve, meta)
+    if args.get("eval_interval"):
+        target.with_suffix(".eval.csv").write_text((run_dir / "eval.csv").read_text())
     return target
 
 

@@ -7,12 +7,9 @@ Curves lie in `results/precision/<algorithm>/<game>/<precision>-seed<k>.csv`, wh
 run counts with the mean return of all episodes that ended in the last 131,072 steps before the mark (1M; PPG .5M).
 """
 
-import csv
-import math
 import sys
 from pathlib import Path
 from statistics import mean, variance
-from typing import NamedTuple
 
 import matplotlib
 
@@ -22,37 +19,12 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent))
 from collect import RESULTS, finished_run, write_curve
+from curves import Curve, difference, read, score
 
 FOLDER = RESULTS / "precision"
 MARKS = {"ppo": 1_015_808, "impala": 1_015_808, "ppg": 524_288}  # steps, whole iterations
 WINDOW = 131_072
 COLOURS = {"fp32": "C0", "bf16": "C1"}
-
-
-class Curve(NamedTuple):
-    steps: list[int]  # at the end of each iteration
-    episodes: list[int]  # that ended in it
-    returns: list[float]  # their mean return
-
-
-def read(path: Path, mark: int) -> Curve:
-    """The rows of a progress.csv up to step `mark`."""
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["step"]) <= mark]
-    columns = ("step", int), ("episodes", int), ("episodic_return", float)
-    return Curve(*([kind(row[name]) for row in rows] for name, kind in columns))
-
-
-def score(curve: Curve, end: int, window: int = WINDOW) -> float:
-    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none."""
-    rows = [(n, value) for step, n, value in zip(*curve, strict=True) if end - window < step <= end and n]
-    return sum(n * value for n, value in rows) / sum(n for n, _ in rows) if rows else math.nan
-
-
-def difference(bf16: list[float], fp32: list[float]) -> tuple[float, float, float]:
-    """Of the means, with its 95 % t-interval (equal variances): difference, low, high. Two runs of each at least."""
-    low, high = stats.ttest_ind(bf16, fp32).confidence_interval(0.95)
-    return mean(bf16) - mean(fp32), low, high
 
 
 def pooled_difference(pairs: list[tuple[list[float], list[float]]]) -> tuple[float, float, float]:
@@ -89,14 +61,14 @@ def main(run_dirs: list[str]) -> None:
         algorithm, game = path.parts[-3:-1]
         precision, seed = path.stem.split("-seed")
         task = tasks.setdefault((algorithm, game), {"fp32": {}, "bf16": {}})
-        task[precision][int(seed)] = read(path, MARKS[algorithm])
+        task[precision][int(seed)] = read(path)
 
     lines = ["| task | steps | fp32, by seed | bf16, by seed | difference | 95 % interval |", "|-|-|-|-|-|-|"]
     pairs = []
     for (algorithm, game), task in tasks.items():
         mark = MARKS[algorithm]
         scores = {
-            precision: [score(curve, mark) for _, curve in sorted(of_seeds.items())]
+            precision: [score(curve, mark, WINDOW) for _, curve in sorted(of_seeds.items())]
             for precision, of_seeds in task.items()
         }
         texts = [", ".join(f"{value:.2f}" for value in scores[precision]) or "-" for precision in ("fp32", "bf16")]
@@ -121,7 +93,7 @@ def plot(tasks: dict[tuple[str, str], dict[str, dict[int, Curve]]], path: Path) 
     for axis, ((algorithm, game), task) in zip(axes[0], tasks.items(), strict=True):
         for precision, curves in task.items():
             for number, curve in enumerate(curves.values()):
-                blocks = range(WINDOW // 2, curve.steps[-1] + 1, WINDOW // 2)
+                blocks = range(WINDOW // 2, min(curve.steps[-1], MARKS[algorithm]) + 1, WINDOW // 2)
                 values = [score(curve, end, WINDOW // 2) for end in blocks]
                 label = precision if number == 0 else None
                 axis.plot([end / 1e6 for end in blocks], values, color=COLOURS[precision], label=label)

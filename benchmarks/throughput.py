@@ -487,16 +487,6 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def fill_readme(name: str, text: str) -> None:
-    """Put `text` between the README's marks for `name`."""
-    readme, start, end = ROOT / "README.md", f"<!-- throughput {name} -->\n", f"<!-- end of throughput {name} -->"
-    before, found, rest = readme.read_text().partition(start)
-    _, found_end, after = rest.partition(end)
-    if not (found and found_end):
-        raise SystemExit(f"error: {readme} has no lines {start.strip()} and {end} to put the table between: add them.")
-    readme.write_text(before + start + text + end + after)
-
-
 def main(args: Args) -> None:
     for flag, given, known in (
         ("algorithms", args.algorithms, ("ppo", "ppg", "impala")),
@@ -528,7 +518,9 @@ def main(args: Args) -> None:
     chart(rows, path.with_suffix(".png"))
     print(f"\n{text}\n{path}, .md and .png are written.")
     if args.update_readme:
-        fill_readme(name, text)
+        from readme import fill
+
+        fill(ROOT / "README.md", f"throughput {name}", text)
 
 
 if __name__ == "__main__":

@@ -146,13 +146,6 @@ def test_throughput_refuses_what_it_does_not_know(settings):
         throughput.main(throughput.Args(**settings))
 
 
-def test_throughput_without_marks_in_the_readme(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("<!-- throughput gpu -->\n<!-- end of throughput gpu -->\n")
-    with pytest.raises(SystemExit, match="no lines <!-- throughput cpu -->"):
-        throughput.fill_readme("cpu", "table\n")
-
-
 def test_throughput_configurations_alternate():
     args = throughput.Args(algorithms=("ppo",), configurations=("plain", "fp32"), repeats=2, sweeps=("feature_dim",))
     jobs = [(job["sweep"], job["value"], job["repeat"], job["configuration"]) for job in throughput.plan(args)]
@@ -179,16 +172,8 @@ def test_throughput_without_a_csv(tmp_path):
         throughput.main(throughput.Args(from_csv=True, out=tmp_path))
 
 
-def test_precision_scores_every_episode_of_the_window():
-    curve = precision.Curve([10, 20, 30, 40], [5, 0, 1, 3], [100.0, float("nan"), 2.0, 6.0])
-    assert precision.score(curve, 40, window=20) == 5.0  # (1 x 2 + 3 x 6) / 4
-    assert precision.score(curve, 30, window=20) == 2.0
-    assert precision.score(curve, 40, window=40) == (500 + 2 + 18) / 9
-
-
 def test_precision_intervals():
     """By hand: both means are 2, the pooled variance is 1.25, and t(.975) with 2 degrees of freedom 4.303."""
-    assert precision.difference([1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.0, -4.8106, 4.8106), abs=1e-3)
     assert precision.pooled_difference([([1.0, 3.0], [1.5, 2.5])]) == pytest.approx((0, -2.4053, 2.4053), abs=1e-3)
     random, hits, trials = np.random.default_rng(0), 0, 2000  # bf16 has 1 % less
     for _ in range(trials):

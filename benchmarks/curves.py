@@ -1,0 +1,122 @@
+"""Learning curves: reading them, scores of runs, and how sure one can be of differences and means."""
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+REFERENCE = Path(__file__).parent / "reference"
+
+
+class Curve(NamedTuple):
+    """A run's progress.csv: a row an iteration."""
+
+    steps: list[int]  # at the end of the iteration
+    seconds: list[float]  # since the start of the run
+    episodes: list[int]  # that ended in the iteration
+    returns: list[float]  # their mean return, NaN for none
+
+
+def read(path: Path) -> Curve:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = ("step", int), ("seconds", float), ("episodes", int), ("episodic_return", float)
+    return Curve(*([kind(row[name]) for row in rows] for name, kind in columns))
+
+
+def score(curve: Curve, end: int, window: int) -> float:
+    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none."""
+    rows = [
+        (episodes, value)
+        for step, _, episodes, value in zip(*curve, strict=True)
+        if end - window < step <= end and episodes
+    ]
+    return sum(n * value for n, value in rows) / sum(n for n, _ in rows) if rows else math.nan
+
+
+class Reference(NamedTuple):
+    """The published runs of a game: each row is the mean over a block of steps that ends at `steps[i]`."""
+
+    steps: np.ndarray  # int [rows]
+    returns: np.ndarray  # float [runs, rows]
+
+    def scores(self, end: float) -> list[float]:
+        """Each run's mean return over a block that ends at `end`, from the two nearest ones; empty after the last."""
+        if not self.steps[0] <= end <= self.steps[-1]:
+            return []
+        return [float(np.interp(end, self.steps, run)) for run in self.returns]
+
+
+def read_reference(name: str) -> dict[str, Reference]:
+    """The published runs in `reference/<name>.csv`, by game."""
+    runs = {}
+    with (REFERENCE / f"{name}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            curve = runs.setdefault(row["game"], {}).setdefault(row["run"], {})
+            curve[int(row["step"])] = float(row["episodic_return"])
+    games = {}
+    for game, curves in runs.items():
+        steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+        games[game] = Reference(np.array(steps), np.array([[curve[s] for s in steps] for curve in curves.values()]))
+    return games
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Of the means, with its 95 % t-interval (equal variances): difference, low, high. Two runs of each at least."""
+    low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
+    return mean(ours) - mean(theirs), float(low), float(high)
+
+
+def mean_over_games(games: Sequence[np.ndarray]) -> np.ndarray:
+    """The mean of each game's mean over its runs, which are along the last axis."""
+    return np.mean([runs.mean(axis=-1) for runs in games], axis=0)
+
+
+def interquartile_mean(games: Sequence[np.ndarray]) -> np.ndarray:
+    """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264)."""
+    return stats.trim_mean(np.concatenate(games, axis=-1), 0.25, axis=-1)
+
+
+def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
+    """P(a run of X > one of Y), ties half, averaged over games (same paper). `games`: those of X, then those of Y."""
+    half = len(games) // 2
+    pairs = [
+        (x[..., :, None] > y[..., None, :]) + 0.5 * (x[..., :, None] == y[..., None, :])
+        for x, y in zip(games[:half], games[half:], strict=True)
+    ]
+    return np.mean([pair.mean(axis=(-2, -1)) for pair in pairs], axis=0)
+
+
+def with_interval(
+    statistic: Callable[[Sequence[np.ndarray]], np.ndarray], games: Sequence[Sequence[float]]
+) -> tuple[float, float, float]:
+    """A statistic of the runs of several games, with its stratified bootstrap 95 % interval: value, low, high.
+
+    Runs are drawn again game by game. The interval is NaN where a game has a single run.
+    """
+    games = [np.asarray(runs, dtype=float) for runs in games]
+    value = float(statistic(games))
+    if min(map(len, games)) < 2:
+        return value, math.nan, math.nan
+    result = stats.bootstrap(
+        tuple(games),
+        lambda *samples, axis: statistic(samples),
+        n_resamples=5000,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    )
+    return value, float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def performance_profile(games: Sequence[Sequence[float]], thresholds: np.ndarray) -> np.ndarray:
+    """The share of runs whose score is above each threshold, averaged over games (same paper, section 4.2)."""
+    return np.mean([(np.asarray(runs)[:, None] > thresholds).mean(axis=0) for runs in games], axis=0)

@@ -1,0 +1,225 @@
+"""benchmarks/report.py and its statistics: from curves to tables."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import collect
+import curves
+import readme
+import report
+
+import ppo
+from common.scores import normalized
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_scores_count_every_episode_of_the_window():
+    curve = curves.Curve([10, 20, 30, 40], [1.0, 2, 3, 4], [5, 0, 1, 3], [100.0, float("nan"), 2.0, 6.0])
+    assert curves.score(curve, 40, window=20) == 5.0  # (1 x 2 + 3 x 6) / 4
+    assert curves.score(curve, 30, window=20) == 2.0
+    assert curves.score(curve, 40, window=40) == (500 + 2 + 18) / 9
+    assert math.isnan(curves.score(curve, 20, window=10))
+
+
+def test_differences_of_means():
+    """By hand: both means are 2, the pooled variance is 1.25, and t(.975) with 2 degrees of freedom 4.303."""
+    assert curves.difference([1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.0, -4.8106, 4.8106), abs=1e-3)
+
+
+def test_means_over_games_from_known_numbers():
+    games = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([10.0, 10.0, 10.0, 30.0])]
+    assert curves.mean_over_games(games) == (1.5 + 15) / 2
+    assert curves.interquartile_mean(games) == (2 + 3 + 10 + 10) / 4  # without the two least and the two most of eight
+    assert curves.mean_over_games([np.array([1.0]), np.array([2.0, 4.0])]) == 2  # a game is a game
+
+
+def test_probability_of_improvement_from_known_numbers():
+    """By hand: of the nine pairs of the first game X wins five and ties one, of the second all."""
+    x, y = [np.array([1.0, 2, 3]), np.array([5.0])], [np.array([0.0, 2, 2.5]), np.array([1.0, 2])]
+    assert curves.probability_of_improvement(x + y) == pytest.approx(((5 + 0.5) / 9 + 1) / 2)
+    assert curves.probability_of_improvement(y + x) == pytest.approx(1 - ((5 + 0.5) / 9 + 1) / 2)
+
+
+def test_performance_profiles():
+    """At .5: half of the first game's runs are above, all of the second's."""
+    profile = curves.performance_profile([[0.4, 0.6], [0.7, 0.8]], np.array([-1, 0.5, 0.6, 1]))
+    assert profile.tolist() == [1, 0.75, 0.5, 0]
+
+
+def test_bootstrap_intervals_hold_the_mean():
+    """In about 95 of 100 samples, and games keep their share: their means are far apart, their runs close together."""
+    random, hits, trials = np.random.default_rng(0), 0, 60
+    for _ in range(trials):
+        games = [mean + random.standard_normal(10) for mean in (0, 100)]
+        value, low, high = curves.with_interval(curves.mean_over_games, games)
+        assert low < value < high
+        assert high - low < 2  # were the games drawn, too, it would be some 60
+        hits += low < 50 < high
+    assert hits / trials > 0.85
+    assert curves.with_interval(curves.interquartile_mean, [[1.0], [2.0, 3.0]])[1:] == pytest.approx(
+        (math.nan,) * 2, nan_ok=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "published", "words"),
+    [
+        ([10.0, 10.2], [10.1, 9.9, 10.0], "matches"),
+        ([12.0, 12.2], [10.1, 9.9, 10.0], "above"),
+        ([8.0, 8.2], [10.1, 9.9, 10.0], "below"),
+        ([8.0, 12.2], [10.1, 9.9, 10.0], "too few seeds to say"),  # the interval holds 0, and nearly everything else
+        ([10.0], [10.1, 9.9, 10.0], "too few seeds to say"),
+        ([10.0, 10.1], [], "too few seeds to say"),
+    ],
+)
+def test_verdicts(ours, published, words):
+    assert report.verdict(ours, published)[2] == words
+
+
+def test_published_runs():
+    """The marks that the authors' repository was read at; and a point between two blocks."""
+    published = curves.read_reference("ppo_easy_all")
+    assert len(published) == 16
+    assert published["starpilot"].returns.shape == (3, 133)
+    for name, mode in (("ppo_easy_all", "easy"), ("ppo_hard_all", "hard"), ("ppg_paper_ppg_hard_all", "hard")):
+        steps = curves.read_reference(name)["starpilot"].steps
+        blocks = report.Protocol(Path(f"{mode}-all"), {}).window
+        off = [step for step, block in zip(steps[1:], np.diff(steps), strict=True) if block != blocks(int(step))]
+        assert set(off) <= {steps[-1]}, name  # the last is what was left
+    assert min(published["starpilot"].scores(1_048_576)) == pytest.approx(8.5, abs=0.05)
+    assert max(published["starpilot"].scores(1_048_576)) == pytest.approx(8.93, abs=0.05)
+    at = [published["maze"].scores(131_072 * n)[0] for n in (7, 7.25, 8)]
+    assert at[1] == pytest.approx(0.75 * at[0] + 0.25 * at[2])
+    assert published["maze"].scores(100_000) == published["maze"].scores(60_000_000) == []
+    for path in curves.REFERENCE.glob("*.csv"):
+        assert all(len(game.returns) == 3 for game in curves.read_reference(path.stem).values())
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, evaluation=None):
+    """A run whose episodes all return `value`, and evaluations that do `evaluation`."""
+    folder = results / protocol / algorithm / game
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [f"{step},{step / 500:.1f},10,{value},{value}" for step in range(16_384, steps + 1, 16_384)]
+    header = "step,seconds,episodes,episodic_return,last_100_return"
+    (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
+    meta = {"command": f"python {algorithm}.py --env-id {game} --seed {seed}", "commit": "0123456789"}
+    (folder / f"seed{seed}.meta.json").write_text(json.dumps(meta))
+    if evaluation is not None:
+        header = "step,seconds,policy,env_id,episodes,episodic_return,standard_error,episodic_length,normalized_return"
+        rows = [f"{step},1,stochastic,{game},64,{evaluation + step / 1e9},1,100,.5" for step in (507_904, 1_015_808)]
+        rows += ["1015808,1,greedy,coinrun,64,-100,1,100,.5"]
+        (folder / f"seed{seed}.eval.csv").write_text("\n".join([header, *rows]) + "\n")
+
+
+def table_rows(text, start):
+    """The cells of the lines of a table that start so."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_report_from_known_curves(tmp_path, capsys):
+    for seed, value in ((1, 10.0), (2, 10.2), (10, 10.4)):
+        write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
+        write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
+    write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 8.0, steps=600_000)
+    write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
+    (tmp_path / "README.md").write_text("a\n<!-- report -->\n<!-- end of report -->\nb\n")
+    report.main(report.Args(results=tmp_path, readme=None))
+    text = capsys.readouterr().out
+    assert text.strip() == (tmp_path / "easy-all" / "report.md").read_text().strip()
+    published = curves.read_reference("ppo_easy_all")
+    (row,) = [row for row in table_rows(text, "ppo starpilot") if row[1] == "1M"]
+    theirs = published["starpilot"].scores(1_000_000)
+    assert row[2] == "10.00, 10.20, 10.40"
+    assert row[3] == ", ".join(f"{score:.2f}" for score in theirs)
+    assert row[5] == f"{10.2 - np.mean(theirs):+.2f}"
+    assert row[7] == "above"
+    assert [row[1] for row in table_rows(text, "impala starpilot")] == ["0.5M"]
+    (row,) = [row for row in table_rows(text, "ppo |") if row[1] == "1M"]
+    mine = np.mean([normalized(10.2, "starpilot", "easy"), normalized(20.4, "fruitbot", "easy")])
+    assert row[2] == "2 x 3"
+    assert row[3].startswith(f"{mine:.3f} [")
+    assert row[7].startswith("1.000")
+    assert "python ppo.py --env-id fruitbot --seed 1 " in text
+    assert "seeds 1 (commit 0123456), 2 (commit 0123456), 10 (commit 0123456)" in text
+    for name in ("curves.png", "wall_clock.png", "profile.png"):
+        assert (tmp_path / "easy-all" / name).stat().st_size > 5000
+        assert f"/easy-all/{name})" in text
+
+
+def test_train_test_gaps(tmp_path, capsys):
+    for seed in (1, 2):
+        write_run(tmp_path, "easy-200", "ppo", "coinrun", seed, 6 + seed, evaluation=4.0 + seed)
+    report.main(report.Args(results=tmp_path, readme=None))
+    text = capsys.readouterr().out
+    train, test = (curves.read_reference(f"ppo_easy_200_{part}")["coinrun"] for part in ("train", "test"))
+    rows = [row for row in table_rows(text, "ppo coinrun") if len(row) == 6]
+    assert rows == [
+        ["ppo coinrun", mark, "7.00, 8.00", "5.00, 6.00", "2.00",
+         f"{np.mean(train.scores(steps)):.2f}, {np.mean(test.scores(steps)):.2f}"]
+        for mark, steps in (("0.5M", 500_000), ("1M", 1_000_000))
+    ]  # fmt: skip
+
+
+def test_reports_repeat(tmp_path):
+    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
+    write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
+    contents = []
+    for _ in range(2):
+        report.main(report.Args(results=tmp_path, readme=None))
+        contents.append({path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()})
+    assert contents[0] == contents[1]
+
+
+def test_the_readme_is_what_the_report_makes(monkeypatch, tmp_path):
+    """README's tables and those in results/ are those of the curves in the tree."""
+    copy = tmp_path / "README.md"
+    copy.write_text((report.ROOT / "README.md").read_text())
+    shipped = copy.read_text()
+    figures = {path: path.read_bytes() for path in collect.RESULTS.rglob("*.png")}
+    tables = {path: path.read_text() for path in collect.RESULTS.rglob("*.md")}
+    monkeypatch.setattr(report.throughput, "main", lambda args: None)  # which writes to the README of the tree
+    try:
+        report.main(report.Args(readme=copy))
+        assert copy.read_text() == shipped
+        assert {path: path.read_text() for path in collect.RESULTS.rglob("*.md")} == tables
+    finally:
+        for path, content in figures.items():
+            path.write_bytes(content)
+
+
+def test_every_figure_of_the_readme_is_there():
+    text = (report.ROOT / "README.md").read_text()
+    found = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert len(found) >= 4
+    assert all((report.ROOT / path).is_file() for path in found)
+
+
+def test_a_readme_without_marks(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("<!-- precision -->\n<!-- end of report -->\n")
+    with pytest.raises(SystemExit, match="no lines <!-- report -->"):
+        readme.fill(path, "report", "text\n")
+
+
+def test_collect_keeps_evaluations(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
+    args = ppo.Args(
+        env_id="CartPole-v1", num_envs=4, num_steps=16, num_minibatches=2, total_timesteps=128, eval_interval=64,
+        eval_episodes=4, runs_dir=str(tmp_path / "runs"), device="cpu",
+    )  # fmt: skip
+    run_dir = ppo.main(args)
+    target = collect.collect(run_dir)
+    assert target.with_suffix(".eval.csv").read_text() == (run_dir / "eval.csv").read_text()
+    assert len(report.read_evaluations(target.with_suffix(".eval.csv"))) == 2
