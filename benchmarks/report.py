@@ -176,10 +176,10 @@ def aggregate_table(protocol: Protocol) -> list[str]:
             theirs = {game: scores for game in ours if (scores := published[game].scores(steps))}
             if len(ours) < 2 or ours.keys() != theirs.keys():
                 continue
-            samples, others = by_game(protocol, ours), by_game(protocol, theirs)
-            seeds = sorted({len(runs) for runs in samples})
+            seeds = min(map(len, ours.values()))  # of a game with more, the first
+            samples, others = [runs[:seeds] for runs in by_game(protocol, ours)], by_game(protocol, theirs)
             cells = [
-                *(algorithm, mark, f"{len(samples)} x {'-'.join(map(str, seeds))}"),
+                *(algorithm, mark, f"{len(samples)} x {seeds}"),
                 *(
                     interval(curves.with_interval(statistic, runs))
                     for runs in (samples, others)

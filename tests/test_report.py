@@ -132,7 +132,7 @@ def test_the_report_from_known_curves(tmp_path, capsys):
     for seed, value in ((1, 10.0), (2, 10.2), (10, 10.4)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
         write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
-    write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 8.0, steps=600_000)
+    write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 8.0, steps=940_000)
     write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
     (tmp_path / "README.md").write_text("a\n<!-- report -->\n<!-- end of report -->\nb\n")
     report.main(report.Args(results=tmp_path, readme=None))
