@@ -5,7 +5,6 @@ ended, the observation it returns already belongs to the next one, and the rewar
 """
 
 import difflib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def make_envs(
     Args:
         seed: of Procgen's level draws. Gymnasium tasks are seeded by `reset(seed=...)`, which Procgen's ignore.
         distribution_mode, num_levels, start_level, num_threads: of Procgen; see `ProcgenVectorEnv`.
-        capture_video: make the environments fit to be wrapped in `RecordFirstEnv`.
+        capture_video: make environments that `render` can be called of.
         num_groups: with more than one, an `EnvGroups`; see there.
 
     Raises:
@@ -86,8 +85,6 @@ def make_envs(
                 for number in range(num_groups)
             ]
         )
-    if capture_video and not importlib.util.find_spec("av"):
-        raise InputError("--capture-video needs a video encoder: pip install av, or leave --capture-video out.")
     if len(games) > 1 or env_id in PROCGEN_GAMES:
         if not set(games) <= set(PROCGEN_GAMES):
             raise unknown_env(env_id)

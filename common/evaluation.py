@@ -51,7 +51,7 @@ def play(
     *,
     greedy: bool,
     device: torch.device,
-    show: Callable[[str], None] = lambda text: None,
+    on_step: Callable[[int], None] = lambda finished: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns float64 and lengths int64 of the first episodes of each environment, both [N, episodes_per_env].
 
@@ -60,7 +60,7 @@ def play(
     Args:
         agent: `agent.get_action_dist(obs, state)` gives a distribution over actions and the state to go on with.
         greedy: take the likeliest action, or a Gaussian's mean, instead of drawing one.
-        show: told how far it is, after each step.
+        on_step: called after each step with the number of episodes that have been finished.
     """
     num_envs, obs, state = held_out.envs.num_envs, held_out.reset(), None
     returns, lengths = np.zeros((num_envs, episodes_per_env)), np.zeros((num_envs, episodes_per_env), np.int64)
@@ -79,8 +79,13 @@ def play(
                 if counts[env] < episodes_per_env:
                     returns[env, counts[env]], lengths[env, counts[env]] = episodic_return, length
                     counts[env] += 1
-            show(f"evaluation: {counts.sum()}/{returns.size} episodes")
+            on_step(int(counts.sum()))
     return returns, lengths
+
+
+def evaluation_seed(seed: int) -> int:
+    """Seed of the held-out environments of a run with that seed: they draw other levels than those that train."""
+    return group_seed(seed, EVALUATION)
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -113,7 +118,7 @@ class Evaluator:
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         num_envs = max(1, min(args.num_envs, args.eval_episodes) // len(self.games)) * len(self.games)
         self.episodes_per_env = math.ceil(args.eval_episodes / num_envs)
-        seed = group_seed(args.seed, EVALUATION)
+        seed = evaluation_seed(args.seed)
         try:
             envs = make_envs(
                 args.env_id,
@@ -134,7 +139,7 @@ class Evaluator:
         interval = self.args.eval_interval
         if not interval or (step % interval >= self.iteration_steps and step < self.total_steps):
             return
-        metrics, rows = {}, []
+        metrics, rows, total = {}, [], self.held_out.envs.num_envs * self.episodes_per_env
         for policy, tag in POLICIES.items():
             returns, lengths = play(
                 self.agent,
@@ -142,7 +147,7 @@ class Evaluator:
                 self.episodes_per_env,
                 greedy=policy == "greedy",
                 device=self.device,
-                show=lambda text: run.show(step, text),
+                on_step=lambda finished: run.show(step, f"evaluation: {finished}/{total} episodes"),
             )
             scores = []
             for number, game in enumerate(self.games):

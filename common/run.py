@@ -45,9 +45,11 @@ LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no 
 
 
 def check_run(args: Any) -> None:
-    """Raise InputError if no run folder can be made in --runs-dir, or if --track is set without its package."""
+    """Raise InputError if no run folder can be made in --runs-dir, or --track or --capture-video lacks its package."""
     if args.track and not importlib.util.find_spec("wandb"):
         raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.")
+    if args.capture_video and not importlib.util.find_spec("av"):
+        raise InputError("--capture-video needs a video encoder: pip install av, or leave --capture-video out.")
     runs_dir = Path(args.runs_dir).absolute()
     try:
         existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())

@@ -1,0 +1,167 @@
+"""benchmarks/evaluate.py: the figures and the video of a run's agent."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import impala
+import ppg
+import ppo
+from common.envs import make_envs
+from common.errors import InputError
+from common.evaluation import evaluation_seed
+from common.run import lock_folder
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import evaluate
+
+SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 128, "device": "cpu"}
+
+
+def train(script, runs_dir, env_id, **settings):
+    more = {"n_pi": 2, "e_aux": 1} if script is ppg else {"batch_size": 4} if script is impala else {}
+    return script.main(script.Args(**SMALL | more | {"env_id": env_id, "runs_dir": str(runs_dir)} | settings))
+
+
+@pytest.fixture(scope="module")
+def coinrun(tmp_path_factory):
+    return train(ppo, tmp_path_factory.mktemp("runs"), "coinrun", num_levels=3, start_level=4)
+
+
+@pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
+def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
+    """TestCount pays 1 a step and lasts 5."""
+    run_dir = train(script, tmp_path, "TestCount-v0", **({"use_lstm": True} if script is impala else {}))
+    lock = lock_folder(run_dir)  # as if it were still running
+    figures = evaluate.main(evaluate.Args(run_dir, episodes=7, num_envs=3, device="cpu"))
+    lock.close()
+    assert {name: round(value, 6) for name, value in figures.items() if "normalised" not in name} == {
+        "TestCount-v0 mean": 5, "TestCount-v0 standard error": 0, "TestCount-v0 IQM": 5, "TestCount-v0 mean length": 5,
+    }  # fmt: skip
+    output = capsys.readouterr().out
+    assert "9 episodes" in output  # three of each environment
+    assert "TestCount-v0 IQM: 5.000" in output
+
+
+def test_figures_of_known_returns(tmp_path, monkeypatch):
+    run_dir = train(ppo, tmp_path, "coinrun,maze")
+    returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
+    monkeypatch.setattr(evaluate, "play", lambda *args, **rest: (returns, returns + 1))
+    figures = evaluate.main(evaluate.Args(run_dir, episodes=8, num_envs=4, device="cpu"))
+    assert figures["coinrun mean"] == 7.5
+    assert figures["coinrun standard error"] == pytest.approx(5 / 2)
+    assert figures["coinrun IQM"] == 10
+    assert figures["coinrun normalised mean"] == 0.5
+    assert figures["maze mean"] == 6.25
+    assert figures["maze mean length"] == 7.25
+
+
+@pytest.mark.parametrize(("levels", "expected"), [("train", {4, 5, 6}), ("unseen", None), ("all", None)])
+def test_levels(coinrun, levels, expected, monkeypatch):
+    made = []
+
+    def keep(*args, **settings):
+        made.append(make_envs(*args, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(evaluate, "make_envs", keep)
+    monkeypatch.setattr(evaluate, "play", lambda *args, **rest: (np.zeros((32, 1)),) * 2)
+    monkeypatch.setattr("common.envs.ProcgenVectorEnv.close_extras", lambda *args, **rest: None)
+    evaluate.main(evaluate.Args(coinrun, episodes=32, num_envs=32, levels=levels, device="cpu"))
+    seeds = made[-1].unwrapped.level_seeds()
+    if expected:
+        assert set(seeds) == expected
+    else:
+        assert len(set(seeds)) == 32
+        assert min(seeds) >= (7 if levels == "unseen" else 0)
+    for envs in made:
+        envs.unwrapped.gym3_env.close()
+
+
+def test_level_ranges():
+    limited, unlimited = ppo.Args(num_levels=200, start_level=10), ppo.Args()
+    assert evaluate.level_range(limited, "unseen") == {"num_levels": 2**31 - 1 - 210, "start_level": 210}
+    assert evaluate.level_range(limited, "all") == {"num_levels": 0, "start_level": 0}
+    assert evaluate.level_range(limited, "train") == {"num_levels": 200, "start_level": 10}
+    assert evaluate.level_range(unlimited, "unseen") == {"num_levels": 0, "start_level": 0}
+    assert evaluation_seed(1) not in (1, evaluation_seed(2))
+
+
+def test_a_gif(coinrun, tmp_path):
+    path = tmp_path / "out.gif"
+    args = evaluate.Args(coinrun, episodes=6, num_envs=6, levels="train", device="cpu", video=path)
+    args.video_seconds, args.video_size = 0.5, 40  # at 15 frames a second
+    evaluate.main(args)
+    with Image.open(path) as gif:
+        assert (gif.n_frames, gif.size) == (8, (120, 80))
+        tiles = [np.asarray(gif.convert("RGB"))[:40, 40 * n : 40 * n + 40] for n in range(3)]
+    assert all(tile.std() > 10 for tile in tiles)
+
+
+def test_a_video(coinrun, tmp_path):
+    av = pytest.importorskip("av")
+    path = tmp_path / "out.mp4"
+    args = evaluate.Args(coinrun, episodes=2, num_envs=2, device="cpu", video=path, video_grid=(2, 1))
+    args.video_seconds = 0.4
+    evaluate.main(args)
+    with av.open(str(path)) as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    assert len(frames) == 6
+    assert frames[0].shape == (512, 1024, 3)
+    envs = make_envs(
+        "coinrun", 2, seed=evaluation_seed(1), capture_video=True
+    )  # the first frame is that after a step, nearly the first of all
+    assert abs(frames[0].astype(float) - np.concatenate(envs.render(), axis=1)).mean() < 12
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"episodes": 0}, "--episodes 0"),
+        ({"num_envs": 0}, "--num-envs 0"),
+        ({"video": Path("out.avi")}, ".mp4 or .gif"),
+        ({"video": Path("nowhere/out.gif")}, "there is no nowhere"),
+        ({"video": Path("out.gif"), "episodes": 5}, "--video-grid needs 6 environments"),
+        ({"video": Path("out.gif"), "video_seconds": 0}, "--video-seconds"),
+        ({"device": "cuda:77"}, "--device cuda:77"),
+    ],
+)
+def test_bad_settings(coinrun, settings, words):
+    with pytest.raises(InputError, match=words):
+        evaluate.main(evaluate.Args(coinrun, **settings))
+
+
+def test_bad_run_folders(coinrun, tmp_path):
+    with pytest.raises(InputError, match="is no run folder"):
+        evaluate.main(evaluate.Args(tmp_path))
+    copy = tmp_path / "copy"
+    shutil.copytree(coinrun, copy)
+    saved = torch.load(copy / "model.pt", weights_only=True)
+    torch.save(saved | {"agent": {"x": torch.zeros(1)}}, copy / "model.pt")
+    with pytest.raises(InputError, match="of another network"):
+        evaluate.main(evaluate.Args(copy))
+    (copy / "model.pt").write_bytes(b"nonsense")
+    with pytest.raises(InputError, match=r"model\.pt is damaged"):
+        evaluate.main(evaluate.Args(copy))
+    settings = json.loads((copy / "args.json").read_text())
+    (copy / "args.json").write_text(json.dumps(settings | {"old_flag": 1}))
+    with pytest.raises(InputError, match="old_flag"):
+        evaluate.main(evaluate.Args(copy))
+
+
+def test_from_the_command_line(coinrun):
+    words = [sys.executable, "benchmarks/evaluate.py", str(coinrun), "--episodes", "2", "--levels", "train"]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(words, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "coinrun IQM: " in result.stdout
+    result = subprocess.run([*words, "--video", "x.avi"], cwd=root, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
