@@ -8,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_run import read_scalars
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
+import convert
 import curves
 import readme
 import report
 
 import ppo
+from common.errors import InputError
 from common.scores import normalized
 
 # --------------------------------------------------------------------------------------------------------- statistics
@@ -223,3 +226,50 @@ def test_collect_keeps_evaluations(tmp_path, monkeypatch):
     target = collect.collect(run_dir)
     assert target.with_suffix(".eval.csv").read_text() == (run_dir / "eval.csv").read_text()
     assert len(report.read_evaluations(target.with_suffix(".eval.csv"))) == 2
+
+
+# -------------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def test_event_files_become_the_progress_of_the_run(tmp_path):
+    """A run's own event files hold every episode: they give its progress.csv again."""
+    args = ppo.Args(
+        env_id="CartPole-v1", num_envs=4, num_steps=64, num_minibatches=2, total_timesteps=1024, device="cpu",
+        runs_dir=str(tmp_path / "runs"),
+    )  # fmt: skip
+    run_dir = ppo.main(args)
+    convert.main(convert.Args(run_dir, tmp_path / "curve.csv", every=256))
+    mine, theirs = (curves.read(path) for path in (tmp_path / "curve.csv", run_dir / "progress.csv"))
+    assert mine.steps[:-1] == theirs.steps[:-1]
+    assert theirs.steps[-1] - 256 < mine.steps[-1] <= theirs.steps[-1]  # that of the last episode
+    assert mine.episodes == theirs.episodes
+    assert mine.returns == pytest.approx(theirs.returns)
+    assert mine.seconds == pytest.approx(theirs.seconds, abs=3)
+
+
+def test_a_curve_becomes_event_files(tmp_path):
+    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.5, steps=16_384 * 3)
+    path = tmp_path / "easy-all" / "ppo" / "starpilot" / "seed1.csv"
+    path.write_text(path.read_text() + "65536,140.5,0,nan,8.5\n")
+    convert.main(convert.Args(path, tmp_path / "events"))
+    scalars = read_scalars(tmp_path / "events")
+    assert scalars["charts/episodic_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3)]
+    assert scalars["charts/last_100_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3, 4)]
+    assert scalars["charts/episodes"] == [(16_384, 10), (32_768, 10), (49_152, 10), (65_536, 0)]
+    convert.main(convert.Args(tmp_path / "events", tmp_path / "again.csv"))
+    again = curves.read(tmp_path / "again.csv")
+    assert again.returns == [8.5] * 3
+    assert again.seconds == pytest.approx([32.8, 65.5, 98.3], abs=2)
+
+
+def test_what_cannot_be_converted(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "some.csv").write_text("a,b\n1,2\n")
+    for source, target, words in (
+        ("nothing", "x.csv", "there is no"),
+        ("empty", "x.csv", "no event files"),
+        ("some.csv", "events", "no CSV of a learning curve"),
+        ("empty", "some.csv", "remove it first"),
+    ):
+        with pytest.raises(InputError, match=words):
+            convert.main(convert.Args(tmp_path / source, tmp_path / target))

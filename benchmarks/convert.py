@@ -1,0 +1,97 @@
+"""Between TensorBoard's event files and the CSV of a learning curve.
+
+    python benchmarks/convert.py runs/starpilot__ppo__1__1795202643 curve.csv         # also of CleanRL's runs
+    python benchmarks/convert.py benchmarks/results/easy-all/ppo/starpilot/seed1.csv events/
+
+The CSV is that of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
+episodes that ended in them, mean return of the last 100.
+"""
+
+import csv
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.errors import InputError, one_line_errors, require
+from common.run import CSV_COLUMNS
+
+EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
+COLUMNS = CSV_COLUMNS["progress.csv"]
+
+
+@dataclass
+class Args:
+    source: tyro.conf.Positional[Path]
+    """a folder with TensorBoard's files, or a CSV"""
+    target: tyro.conf.Positional[Path]
+    """a CSV, or a folder for a file of TensorBoard's"""
+    every: int = 16_384
+    """environment steps of a row of the CSV"""
+
+
+def from_events(source: Path, every: int) -> list[dict[str, str]]:
+    """The rows of a CSV from the episodes in the event files of folder `source`.
+
+    Seconds are counted from the first event. The last row may be of fewer steps. Raises InputError for no episodes.
+    """
+    events = EventAccumulator(str(source), size_guidance={"scalars": 0})  # by default it drops most of them
+    events.Reload()
+    if EPISODE not in events.Tags()["scalars"]:
+        raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
+    episodes, first = events.Scalars(EPISODE), events.FirstEventTimestamp()
+    recent, rows, start = deque(maxlen=100), [], 0
+    end = -(-episodes[-1].step // every) * every
+    for step in range(every, end + 1, every):
+        stop = start
+        while stop < len(episodes) and episodes[stop].step <= step:
+            stop += 1
+        returns = [episode.value for episode in episodes[start:stop]]
+        recent.extend(returns)
+        seconds = episodes[stop - 1].wall_time - first if stop else 0.0
+        last = min(step, episodes[-1].step) if stop == len(episodes) else step
+        texts = [f"{mean(values):.6g}" if values else "nan" for values in (returns, recent)]
+        rows.append(dict(zip(COLUMNS, (str(last), f"{seconds:.1f}", str(len(returns)), *texts), strict=True)))
+        start = stop
+    return rows
+
+
+def to_events(source: Path, target: Path) -> None:
+    """Write the columns of a CSV as scalars: a row at its step, as if the run had started now."""
+    with source.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    require(bool(rows) and COLUMNS[0] in rows[0], f"{source} is no CSV of a learning curve.")
+    with SummaryWriter(str(target)) as writer:
+        start = time.time()
+        for row in rows:
+            step, now = int(row["step"]), start + float(row["seconds"])
+            for tag, column in ((EPISODE, "episodic_return"), ("charts/last_100_return", "last_100_return")):
+                if row[column] != "nan":
+                    writer.add_scalar(tag, float(row[column]), step, walltime=now)
+            writer.add_scalar("charts/episodes", int(row["episodes"]), step, walltime=now)
+
+
+def main(args: Args) -> None:
+    require(args.every > 0, f"--every {args.every} cannot work: use a number above 0.")
+    require(args.source.exists(), f"there is no {args.source}.")
+    require(not args.target.is_file(), f"{args.target} is there: remove it first, or choose another name.")
+    if args.source.is_file():
+        to_events(args.source, args.target)
+        return
+    rows = from_events(args.source, args.every)
+    with args.target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))
