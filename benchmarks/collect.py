@@ -10,9 +10,13 @@ the evaluations of a run with --eval-interval.
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.checkpoint import MAY_CHANGE
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,7 +31,7 @@ def collect(run_dir: Path) -> Path:
     folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / args["env_id"]
     for neighbour in folder.glob("*.meta.json"):
         theirs = json.loads(neighbour.read_text())["command"]
-        if without_seed(theirs) != without_seed(meta["command"]):
+        if same_settings(theirs) != same_settings(meta["command"]):
             raise ValueError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
     write_curve(target, curve, meta)
@@ -56,8 +60,19 @@ def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
     target.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def without_seed(command: str) -> str:
-    return re.sub(r" --seed \S+", "", command)
+def same_settings(command: str) -> list[list[str]]:
+    """The flags of a command that the runs of a folder must share: all but the seed and what a resumed run may change.
+
+    The number of steps is none of these: it may be raised later, but here it is one for all.
+    """
+    flags = []
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            flags.append([word])
+        elif flags:
+            flags[-1].append(word)
+    ignored = {"seed", *MAY_CHANGE} - {"total_timesteps"}
+    return sorted(each for each in flags if each[0][2:].replace("-", "_").removeprefix("no_") not in ignored)
 
 
 if __name__ == "__main__":

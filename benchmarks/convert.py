@@ -30,7 +30,7 @@ COLUMNS = CSV_COLUMNS["progress.csv"]
 @dataclass
 class Args:
     source: tyro.conf.Positional[Path]
-    """a folder with TensorBoard's files, or a CSV"""
+    """a folder with TensorBoard's files or one of these, or a CSV"""
     target: tyro.conf.Positional[Path]
     """a CSV, or a folder for a file of TensorBoard's"""
     every: int = 16_384
@@ -67,7 +67,7 @@ def to_events(source: Path, target: Path) -> None:
     """Write the columns of a CSV as scalars: a row at its step, as if the run had started now."""
     with source.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    require(bool(rows) and COLUMNS[0] in rows[0], f"{source} is no CSV of a learning curve.")
+    require(bool(rows) and set(COLUMNS) <= rows[0].keys(), f"{source} is no CSV of a learning curve.")
     with SummaryWriter(str(target)) as writer:
         start = time.time()
         for row in rows:
@@ -82,7 +82,8 @@ def main(args: Args) -> None:
     require(args.every > 0, f"--every {args.every} cannot work: use a number above 0.")
     require(args.source.exists(), f"there is no {args.source}.")
     require(not args.target.is_file(), f"{args.target} is there: remove it first, or choose another name.")
-    if args.source.is_file():
+    require(args.target.parent.is_dir(), f"{args.target} cannot be written: there is no {args.target.parent}.")
+    if args.source.suffix == ".csv":
         to_events(args.source, args.target)
         return
     rows = from_events(args.source, args.every)

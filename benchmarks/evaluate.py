@@ -87,10 +87,15 @@ def load(run_dir: Path, device: torch.device) -> tuple[Any, torch.nn.Module]:
 
 
 def level_range(args: Any, levels: str) -> dict[str, int]:
-    """`num_levels` and `start_level` of the environments for a run with the settings `args`."""
+    """`num_levels` and `start_level` of the environments for a run with the settings `args`.
+
+    Raises InputError where there are no unseen levels.
+    """
+    none = f"--levels {levels}: this run has been trained on all levels, so that none is unseen: use --levels all."
+    require(levels != "unseen" or args.num_levels > 0, none)
     if levels == "train":
         return {"num_levels": args.num_levels, "start_level": args.start_level}
-    if levels == "unseen" and args.num_levels:
+    if levels == "unseen":
         first = args.start_level + args.num_levels
         return {"num_levels": LAST_LEVEL - first, "start_level": first}
     return {"num_levels": 0, "start_level": 0}
@@ -140,9 +145,6 @@ def check(args: Args) -> None:
     av = args.video.suffix == ".gif" or importlib.util.find_spec("av") is not None
     require(av, f"--video {args.video} needs a video encoder: pip install av, or use a name that ends in .gif.")
     require(args.video.parent.is_dir(), f"--video {args.video} cannot be written: there is no {args.video.parent}.")
-    shown = args.video_grid[0] * args.video_grid[1]
-    few = f"--video-grid needs {shown} environments: raise --num-envs (and --episodes) to that."
-    require(0 < shown <= min(args.num_envs, args.episodes), few)
     for name in ("video_seconds", "video_size"):
         require(getattr(args, name) > 0, f"--{name.replace('_', '-')} cannot work: use a number above 0.")
 
@@ -154,6 +156,9 @@ def main(args: Args) -> dict[str, float]:
     settings, agent = load(args.run_dir, device)
     games = settings.env_id.split(",")
     num_envs = max(1, min(args.num_envs, args.episodes) // len(games)) * len(games)
+    columns, rows = args.video_grid
+    few = f"--video-grid needs {columns * rows} environments, not {num_envs}: raise --num-envs (and --episodes)."
+    require(args.video is None or 0 < columns * rows <= num_envs, few)
     seed = evaluation_seed(args.seed)
     envs = make_envs(
         settings.env_id,
@@ -164,7 +169,6 @@ def main(args: Args) -> dict[str, float]:
         **level_range(settings, args.levels),
     )
     quota = math.ceil(args.episodes / num_envs)
-    columns, rows = args.video_grid
     fps = envs.metadata.get("render_fps", 30)
     print(f"{args.run_dir}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
     with (

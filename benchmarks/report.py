@@ -192,13 +192,13 @@ def aggregate_table(protocol: Protocol) -> list[str]:
 
 
 def read_evaluations(path: Path) -> list[tuple[int, float]]:
-    """Steps and mean returns of the evaluations with the stochastic policy."""
+    """Steps and mean returns of the evaluations with the stochastic policy; of several games the mean."""
+    evaluations = {}
     with path.open(newline="") as file:
-        return [
-            (int(row["step"]), float(row["episodic_return"]))
-            for row in csv.DictReader(file)
-            if row["policy"] == "stochastic"
-        ]
+        for row in csv.DictReader(file):
+            if row["policy"] == "stochastic":
+                evaluations.setdefault(int(row["step"]), []).append(float(row["episodic_return"]))
+    return [(step, mean(returns)) for step, returns in evaluations.items()]
 
 
 def gap_table(protocol: Protocol) -> list[str]:
@@ -219,7 +219,7 @@ def gap_table(protocol: Protocol) -> list[str]:
                         continue
                     # evaluations come at the end of an iteration, so that the nearest may be a little after the mark
                     step, held_out = min(read_evaluations(path), key=lambda each: abs(each[0] - steps))
-                    if abs(step - steps) <= protocol.window():
+                    if abs(step - steps) <= protocol.window(steps):
                         pairs.append((curves.score(curve, step, protocol.window(step)), held_out))
                 if pairs:
                     mine, others = ([pair[n] for pair in pairs] for n in (0, 1))
@@ -284,6 +284,8 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
             seeds = protocol.runs[algorithm][game]
             ends = range(step, min(curve.steps[-1] for curve in seeds.values()) + 1, step)
+            if not ends:  # a run that short has no point
+                continue
             longest = max(longest, ends[-1])
             values = np.array([smoothed(protocol, curve, ends) for curve in seeds.values()])
             label = f"{algorithm} (n = {len(seeds)})"
@@ -307,7 +309,7 @@ def wall_clock_figure(protocol: Protocol, path: Path) -> None:
     for axis, game in zip(axes, protocol.games, strict=True):
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
             for number, curve in enumerate(protocol.runs[algorithm][game].values()):
-                ends = range(step, curve.steps[-1] + 1, step)
+                ends = range(step, max(curve.steps[-1], step) + 1, step)
                 hours = np.interp(ends, curve.steps, curve.seconds) / 3600
                 label = algorithm if number == 0 else None
                 axis.plot(hours, smoothed(protocol, curve, ends), color=COLOURS.get(algorithm, "C3"), lw=1, label=label)
@@ -379,6 +381,8 @@ def report(protocol: Protocol, relative_to: Path) -> str:
 
 def main(args: Args) -> None:
     protocols = read_protocols(args.results)
+    if not protocols:
+        raise SystemExit(f"error: no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
     texts = []
     for protocol in protocols:
         texts.append(report(protocol, ROOT))
@@ -390,7 +394,8 @@ def main(args: Args) -> None:
     readme.fill(args.readme, "report", text)
     precision.main([])
     readme.fill(args.readme, "precision", (precision.FOLDER / "precision.md").read_text())
-    throughput.main(throughput.Args(from_csv=True, update_readme=True, device="cpu"))
+    throughput.main(throughput.Args(from_csv=True, device="cpu"))
+    readme.fill(args.readme, "throughput cpu", (throughput.Args.out / "cpu.md").read_text())
 
 
 if __name__ == "__main__":

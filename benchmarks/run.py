@@ -13,6 +13,8 @@ that run out of time save a checkpoint and are queued again.
 """
 
 import csv
+import fcntl
+import hashlib
 import importlib
 import os
 import shlex
@@ -25,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import gymnasium as gym
 import torch
@@ -37,7 +39,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.checkpoint import runs_of
 from common.envs import PROCGEN_GAMES, unknown_env
-from common.errors import InputError, check_settings, one_line_errors
+from common.errors import InputError, check_settings, one_line_errors, require
 from common.run import lock_folder
 
 ROOT = Path(__file__).parent.parent
@@ -50,9 +52,10 @@ PROTOCOLS = {
     },
     "hard-all": {"distribution_mode": "hard", "num_levels": 0, "total_timesteps": 200_000_000},
     "hard-500": {
-        "distribution_mode": "hard", "num_levels": 500, "total_timesteps": 200_000_000, "eval_interval": 2_097_152,
+        "distribution_mode": "hard", "num_levels": 500, "total_timesteps": 200_000_000, "eval_interval": 1_048_576,
     },
 }  # fmt: skip
+OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
 POLL_SECONDS = 1.0
 
 
@@ -119,6 +122,11 @@ class Job:
     def command(self, runs_dir: str) -> list[str]:
         return [f"{self.algorithm}.py", *self.words, "--runs-dir", runs_dir, "--resume", "auto"]
 
+    def file(self, logs: Path, suffix: str) -> Path:
+        """A file of this run, and of none with other settings, in folder `logs`."""
+        digest = hashlib.sha256(shlex.join(self.words).encode()).hexdigest()[:8]
+        return logs / f"{self.name.replace(' ', '-').replace('/', '-')}-{digest}{suffix}"
+
 
 # --------------------------------------------------------------------------------------------------------- the matrix
 
@@ -134,9 +142,13 @@ def make_jobs(args: Args) -> list[Job]:
         not_negative="slurm_gpus",
         fractions="",
     )
+    for name in ("algorithms", "env_ids"):
+        twice = [value for value, count in Counter(getattr(args, name)).items() if count > 1]
+        require(not twice, f"--{name.replace('_', '-')} has {twice and twice[0]} more than once: leave one out.")
+    own = [word for word in args.extra if word.partition("=")[0] in OWN_FLAGS]
+    require(not own, f"{own and own[0]} cannot come after --: it is for this script to give to each run.")
     for env_id in args.env_ids:
-        if not {env_id, *env_id.split(",")} & gym.registry.keys() and not set(env_id.split(",")) <= set(PROCGEN_GAMES):
-            raise unknown_env(env_id)
+        check_env_id(env_id)
     protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
     jobs = []
     for seed in range(1, args.seeds + 1):
@@ -152,16 +164,27 @@ def make_jobs(args: Args) -> list[Job]:
     return jobs
 
 
+def check_env_id(env_id: str) -> None:
+    """Raise InputError for what is neither a Procgen game (or several) nor a task of Gymnasium's."""
+    if set(env_id.split(",")) <= set(PROCGEN_GAMES) or env_id.startswith("ALE/"):  # the scripts register these
+        return
+    try:
+        gym.spec(env_id)
+    except gym.error.Error:
+        raise InputError(str(unknown_env(env_id)).replace("--env-id", "--env-ids")) from None
+
+
 def look(job: Job, runs_dir: str) -> None:
-    """Find the newest run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
+    """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
     precisions = ["fp32", "bf16"] if job.settings.precision == "auto" else [job.settings.precision]
+    found = []
     for precision in precisions:
-        settings = replace(job.settings, runs_dir=runs_dir, precision=precision)
-        for path, finished in runs_of(settings, f"{job.algorithm}.py"):
-            job.path = path
-            if job.state == "waiting" and (finished or in_use(path)):
-                job.state = "done" if finished else "elsewhere"
-            return
+        found += runs_of(replace(job.settings, runs_dir=runs_dir, precision=precision), f"{job.algorithm}.py")
+    finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
+    if job.state == "waiting" and (finished or used):
+        job.state = "done" if finished else "elsewhere"
+    paths = used + finished if job.state == "running" else finished + used
+    job.path = next(iter([*paths, *(path for path, _ in found)]), None)
 
 
 def in_use(path: Path) -> bool:
@@ -217,21 +240,38 @@ def places(args: Args) -> list[str]:
     return found
 
 
-def start(job: Job, device: str, args: Args, log: Path) -> subprocess.Popen:
+def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
+    """Lock a job that still waits, until the file returned is closed; None, and another state, where it does not.
+
+    Another process like this one may have started or finished it meanwhile.
+    """
+    file = log.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        job.state = "elsewhere"
+    else:
+        look(job, runs_dir)
+    if job.state == "waiting":
+        return file
+    file.close()
+    return None
+
+
+def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
     command = [sys.executable, *job.command(str(Path(args.runs_dir).resolve())), "--device", device]
     job.state, job.attempts, job.note = "running", job.attempts + 1, device
-    with log.open("a") as file:
-        file.write(f"$ {shlex.join(['python', *command[1:]])}\n")
-        file.flush()
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
-            start_new_session=True,  # Ctrl-C is for this process, which tells the runs
-        )
+    file.write(f"$ {shlex.join(['python', *command[1:]])}\n")
+    file.flush()
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
+        start_new_session=True,  # Ctrl-C is for this process, which tells the runs
+    )
 
 
 def end(job: Job, code: int, args: Args, log: Path) -> None:
@@ -247,20 +287,24 @@ def run_here(jobs: list[Job], args: Args, console: Console) -> None:
     """Run the jobs that wait, and show all of them; on a signal, stop all runs, which save a checkpoint."""
     logs = Path(args.runs_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    free, running = places(args), []  # running: (job, process, device, log)
+    free, running, changed = places(args), [], True  # running: (job, process, device, its log, locked)
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         try:
             while True:
-                changed = False
-                for job, process, device, log in [each for each in running if each[1].poll() is not None]:
-                    running.remove((job, process, device, log))
+                for each in [each for each in running if each[1].poll() is not None]:
+                    job, process, device, file = each
+                    running.remove(each)
                     free.append(device)
-                    end(job, process.returncode, args, log)
+                    file.close()
+                    end(job, process.returncode, args, Path(file.name))
                     changed = True
-                for job in [job for job in jobs if job.state == "waiting"][: len(free)]:
-                    device, log = free.pop(0), logs / f"{job.name.replace(' ', '-').replace('/', '-')}.log"
-                    running.append((job, start(job, device, args, log), device, log))
-                    changed = True
+                for job in jobs:
+                    if job.state == "waiting" and free:
+                        file = claim(job, args.runs_dir, job.file(logs, ".log"))
+                        if file is not None:
+                            device = free.pop(0)
+                            running.append((job, start(job, device, args, file), device, file))
+                        changed = True
                 for job, *_ in running:
                     look(job, args.runs_dir)
                 if console.is_terminal:
@@ -269,6 +313,7 @@ def run_here(jobs: list[Job], args: Args, console: Console) -> None:
                     console.print(table(jobs))
                 if not running:
                     return
+                changed = False
                 time.sleep(POLL_SECONDS)
         finally:
             for _, process, *_ in running:
@@ -301,28 +346,45 @@ class SlurmRun:
         return DelayedSubmission(SlurmRun(), command)
 
 
+def look_in_queue(job: Job, logs: Path) -> None:
+    """Note a job that waits or runs on Slurm since an earlier call."""
+    file = job.file(logs, ".slurm")
+    if job.state == "waiting" and file.exists():
+        number = file.read_text()
+        queue = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
+        if queue.stdout.strip():
+            job.state, job.note = "submitted", f"Slurm job {number}"
+
+
 def submit(jobs: list[Job], args: Args) -> None:
-    """Submit the jobs that wait as one array."""
+    """Submit the jobs that wait as one array. Raises InputError where Slurm, or submitit, is not there or refuses."""
+    # submitit reads it as it is imported. Slurm's signal goes to the run as well, which knows how to end on this one.
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
     try:
         import submitit
     except ImportError:
         raise InputError("--launcher slurm needs submitit: pip install submitit.") from None
     logs = Path(args.runs_dir).resolve() / "logs"
-    # Slurm's signal goes to the run as well, which has no other that would end it in good order.
-    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
-    executor = submitit.SlurmExecutor(folder=logs, max_num_timeout=10_000)
-    executor.update_parameters(
-        job_name="procgen",
-        time=args.slurm_minutes,
-        cpus_per_task=args.slurm_cpus,
-        array_parallelism=args.slurm_at_a_time,
-        **({"gpus_per_node": args.slurm_gpus} if args.slurm_gpus else {}),
-        **({"partition": args.slurm_partition} if args.slurm_partition else {}),
-    )
-    waiting = [job for job in jobs if job.state == "waiting"]
-    commands = [job.command(str(Path(args.runs_dir).resolve())) for job in waiting]
-    for job, submitted in zip(waiting, executor.map_array(SlurmRun(), commands), strict=True):
-        job.state, job.note = "submitted", f"Slurm job {submitted.job_id}, {submitted.paths.stderr}"
+    try:
+        executor = submitit.SlurmExecutor(folder=logs, max_num_timeout=10_000)
+        executor.update_parameters(
+            job_name="procgen",
+            time=args.slurm_minutes,
+            cpus_per_task=args.slurm_cpus,
+            array_parallelism=args.slurm_at_a_time,
+            **({"gpus_per_node": args.slurm_gpus} if args.slurm_gpus else {}),
+            **({"partition": args.slurm_partition} if args.slurm_partition else {}),
+        )
+        for job in jobs:
+            look_in_queue(job, logs)
+        waiting = [job for job in jobs if job.state == "waiting"]
+        commands = [job.command(str(Path(args.runs_dir).resolve())) for job in waiting]
+        submitted = executor.map_array(SlurmRun(), commands) if commands else []
+    except RuntimeError as error:
+        raise InputError(f"--launcher slurm: {str(error).strip().splitlines()[-1]}") from error
+    for job, its in zip(waiting, submitted, strict=True):
+        job.state, job.note = "submitted", f"Slurm job {its.job_id}, {its.paths.stderr}"
+        job.file(logs, ".slurm").write_text(its.job_id)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

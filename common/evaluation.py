@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from common.env_state import env_states, load_env_states
 from common.envs import ProcgenVectorEnv, finished_episodes, group_seed, make_envs
@@ -43,6 +44,19 @@ class HeldOut:
         return torch.as_tensor(self.envs.reset(seed=self.seed)[0])
 
 
+def draw(dist: Distribution, generator: torch.Generator) -> Tensor:
+    """`dist.sample()` with a generator of its own: from PyTorch's, actor threads may draw at the same time."""
+    if isinstance(dist, Independent):
+        return draw(dist.base_dist, generator)
+    if isinstance(dist, Categorical):
+        return torch.multinomial(dist.probs, 1, generator=generator).squeeze(-1)
+    if isinstance(dist, Bernoulli):
+        return torch.bernoulli(dist.probs, generator=generator)
+    if isinstance(dist, Normal):
+        return torch.normal(dist.mean, dist.stddev, generator=generator)
+    raise TypeError(f"no way to draw from a {type(dist).__name__} here: add one to common/evaluation.py")
+
+
 @torch.no_grad()
 def play(
     agent: torch.nn.Module,
@@ -65,21 +79,20 @@ def play(
     num_envs, obs, state = held_out.envs.num_envs, held_out.reset(), None
     returns, lengths = np.zeros((num_envs, episodes_per_env)), np.zeros((num_envs, episodes_per_env), np.int64)
     counts = np.zeros(num_envs, np.int64)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(held_out.seed)
-        while counts.min() < episodes_per_env:
-            obs = obs.float() if obs.dim() == 2 else obs  # vectors may come as float64
-            dist, state = agent.get_action_dist(obs.to(device), state)
-            actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: of a Bernoulli with probability .5
-            obs, _, terminations, truncations, infos = held_out.envs.step(actions.cpu().numpy())
-            obs = torch.as_tensor(obs)
-            if state is not None:
-                state[:, torch.as_tensor(terminations | truncations, device=state.device)] = 0
-            for env, episodic_return, length in finished_episodes(infos):
-                if counts[env] < episodes_per_env:
-                    returns[env, counts[env]], lengths[env, counts[env]] = episodic_return, length
-                    counts[env] += 1
-            on_step(int(counts.sum()))
+    generator = torch.Generator(device).manual_seed(held_out.seed)
+    while counts.min() < episodes_per_env:
+        obs = obs.float() if obs.dim() == 2 else obs  # vectors may come as float64
+        dist, state = agent.get_action_dist(obs.to(device), state)
+        actions = dist.mode.nan_to_num() if greedy else draw(dist, generator)  # NaN: of a Bernoulli with probability .5
+        obs, _, terminations, truncations, infos = held_out.envs.step(actions.cpu().numpy())
+        obs = torch.as_tensor(obs)
+        if state is not None:
+            state[:, torch.as_tensor(terminations | truncations, device=state.device)] = 0
+        for env, episodic_return, length in finished_episodes(infos):
+            if counts[env] < episodes_per_env:
+                returns[env, counts[env]], lengths[env, counts[env]] = episodic_return, length
+                counts[env] += 1
+        on_step(int(counts.sum()))
     return returns, lengths
 
 
@@ -162,8 +175,9 @@ class Evaluator:
                 f"{tag}/episodic_return": returns.mean(),
                 f"{tag}/episodic_length": lengths.mean(),
                 f"{tag}/normalized_return": np.mean(scores),
-                f"{tag}/train_test_gap": mean(run.recent) - returns.mean(),
             }
+            if len(self.games) == 1:  # of several, training has most episodes of the game with the shortest
+                metrics[f"{tag}/train_test_gap"] = mean(run.recent) - returns.mean()
         run.evaluation(step, metrics, rows)
 
     def close(self) -> None:

@@ -52,6 +52,16 @@ def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
         collect.collect(other_rate)
 
 
+def test_collect_compares_what_makes_a_run():
+    """Not where it was run, on what, or what a resumed run may change."""
+    plain = "python ppo.py --env-id maze --learning-rate 1e-4 --total-timesteps 100"
+    same = "python ppo.py --seed 3 --total-timesteps 100 --device cuda:1 --no-torch-deterministic --env-id maze "
+    same += "--learning-rate 1e-4 --checkpoint-interval 0.5 --wandb-project-name 'a b' --track"
+    assert collect.same_settings(plain) == collect.same_settings(same)
+    for other in (plain.replace("1e-4", "1e-5"), plain.replace("100", "200"), plain + " --anneal-lr", plain[:-22]):
+        assert collect.same_settings(other) != collect.same_settings(plain)
+
+
 def test_random_returns_have_the_quota_of_every_environment():
     returns = random_policy.random_returns("fruitbot", random_policy.Args(num_envs=4, episodes=3))
     assert returns.shape == (4, 3)

@@ -90,7 +90,9 @@ def test_level_ranges():
     assert evaluate.level_range(limited, "unseen") == {"num_levels": 2**31 - 1 - 210, "start_level": 210}
     assert evaluate.level_range(limited, "all") == {"num_levels": 0, "start_level": 0}
     assert evaluate.level_range(limited, "train") == {"num_levels": 200, "start_level": 10}
-    assert evaluate.level_range(unlimited, "unseen") == {"num_levels": 0, "start_level": 0}
+    assert evaluate.level_range(unlimited, "train") == {"num_levels": 0, "start_level": 0}
+    with pytest.raises(InputError, match="none is unseen: use --levels all"):
+        evaluate.level_range(unlimited, "unseen")
     assert evaluation_seed(1) not in (1, evaluation_seed(2))
 
 
@@ -137,6 +139,14 @@ def test_a_video(coinrun, tmp_path):
 def test_bad_settings(coinrun, settings, words):
     with pytest.raises(InputError, match=words):
         evaluate.main(evaluate.Args(coinrun, **settings))
+
+
+def test_a_grid_of_several_games(tmp_path):
+    """Six environments are four of four games."""
+    run_dir = train(ppo, tmp_path, "coinrun,maze,heist,jumper")
+    args = evaluate.Args(run_dir, episodes=6, num_envs=6, device="cpu", video=tmp_path / "out.gif")
+    with pytest.raises(InputError, match="--video-grid needs 6 environments, not 4"):
+        evaluate.main(args)
 
 
 def test_bad_run_folders(coinrun, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import threading
 
 import gymnasium as gym
 import numpy as np
@@ -11,14 +12,14 @@ from helpers import deterministic_files, parameters
 from test_bad_input import check_rejected
 from test_checkpoint import make_args
 from test_run import read_scalars
-from torch.distributions import Bernoulli, Categorical, Independent
+from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
 
 import impala
 import ppg
 import ppo
 from common import evaluation
 from common.envs import PROCGEN_GAMES, make_envs
-from common.evaluation import Evaluator, HeldOut, play
+from common.evaluation import Evaluator, HeldOut, draw, play
 from common.scores import RETURN_RANGES, normalized
 
 ALL = pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
@@ -99,6 +100,46 @@ def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run():
         place.envs.close()
 
 
+@pytest.mark.parametrize(
+    "dist",
+    [
+        Categorical(torch.tensor([0.1, 0.2, 0.7])),
+        Independent(Bernoulli(torch.tensor([0.2, 0.9])), 1),
+        Independent(Normal(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 2.0])), 1),
+    ],
+    ids=lambda dist: type(getattr(dist, "base_dist", dist)).__name__,
+)
+def test_draws_are_of_the_distribution(dist):
+    """Against PyTorch's own: shape, type, and mean and spread of 20,000 draws."""
+    many = dist.expand((20_000,))
+    drawn, theirs = draw(many, torch.Generator().manual_seed(1)), many.sample()
+    assert (drawn.shape, drawn.dtype) == (theirs.shape, theirs.dtype)
+    for mine, other in ((drawn.float().mean(0), theirs.float().mean(0)), (drawn.float().std(0), theirs.float().std(0))):
+        assert torch.allclose(mine, other, atol=0.05)
+
+
+def test_draws_of_what_is_not_known():
+    with pytest.raises(TypeError, match=r"Poisson.*add one to common/evaluation\.py"):
+        draw(Poisson(1.0), torch.Generator())
+
+
+def test_evaluations_repeat_while_actors_draw():
+    place, stop = held_out("TestArm-v0", 8), threading.Event()
+    player = Player(Categorical(torch.ones(2)))
+    alone, _ = play(player, place, 5, greedy=False, device=CPU)
+
+    def act():
+        while not stop.is_set():
+            Categorical(torch.ones(2)).sample()
+
+    actor = threading.Thread(target=act)
+    actor.start()
+    beside, _ = play(player, place, 5, greedy=False, device=CPU)
+    stop.set()
+    actor.join()
+    assert np.array_equal(alone, beside)
+
+
 def test_levels_are_those_asked_for():
     args = make_args(
         ppo, ".", env_id="coinrun", num_levels=5, eval_interval=1, eval_num_levels=10, eval_start_level=5,
@@ -165,17 +206,23 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     assert rows[0]["episodic_length"] == "26"
     assert float(rows[0]["normalized_return"]) == pytest.approx(22.5 / 61.5, abs=1e-5)
     scalars = {tag: points[0][1] for tag, points in read_scalars(path).items() if tag.startswith("eval/")}
-    recent = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
     assert scalars == pytest.approx(
         {
             "eval/episodic_return": 15, "eval/episodic_return/starpilot": 25, "eval/episodic_return/coinrun": 5,
-            "eval/episodic_length": 16, "eval/normalized_return": 22.5 / 61.5 / 2, "eval/train_test_gap": recent - 15,
+            "eval/episodic_length": 16, "eval/normalized_return": 22.5 / 61.5 / 2,
             "eval/greedy/episodic_return": 8, "eval/greedy/episodic_return/starpilot": 8,
             "eval/greedy/episodic_return/coinrun": 8, "eval/greedy/episodic_length": 9,
-            "eval/greedy/normalized_return": (5.5 / 61.5 + 0.6) / 2, "eval/greedy/train_test_gap": recent - 8,
+            "eval/greedy/normalized_return": (5.5 / 61.5 + 0.6) / 2,
         },
         abs=1e-4,
     )  # fmt: skip
+
+
+def test_train_test_gap(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "play", lambda *args, **rest: (np.full((4, 1), 7.0), np.full((4, 1), 7)))
+    path = ppo.main(make_args(ppo, tmp_path, eval_interval=1000))
+    recent = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
+    assert read_scalars(path)["eval/train_test_gap"] == [(384, pytest.approx(recent - 7, abs=1e-3))]
 
 
 @ALL

@@ -79,6 +79,10 @@ def test_protocols(protocol, mode, levels, steps):
         ({"threads": 0}, "--threads 0"),
         ({"algorithms": ("dqn",), "launcher": "ssh"}, "--launcher ssh"),
         ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
+        ({"extra": ("--seed", "7")}, "--seed cannot come after --"),
+        ({"extra": ("--device=cpu",)}, "--device=cpu cannot come after --"),
+        ({"env_ids": ("maze", "maze")}, "--env-ids has maze more than once"),
+        ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
     ],
 )
 def test_bad_settings(settings, word, tmp_path):
@@ -151,14 +155,52 @@ def test_a_run_in_use_is_left_alone(tmp_path):
     lock.close()
 
 
+def test_two_launchers_share_a_matrix(tmp_path):
+    """Each run is made once: a second launcher passes over what the first has claimed or finished."""
+    words = command_line(tmp_path, 6_000, "--devices", "cpu", "--runs-per-device", "1")
+    first, second = (
+        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)
+    )
+    outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0], outputs
+    seeds = [json.loads((path / "args.json").read_text())["seed"] for path in run_folders(tmp_path)]
+    assert sorted(seeds) == [1, 2]
+
+
+def test_a_run_that_has_been_made_meanwhile_is_not_claimed(tmp_path):
+    args = make_args(tmp_path)
+    (job,) = launcher.make_jobs(args)
+    launcher.main(args)
+    assert launcher.claim(job, args.runs_dir, tmp_path / "some.log") is None
+    assert job.state == "done"
+
+
+def test_with_any_precision_a_finished_run_counts(tmp_path):
+    """`auto` is either; an unfinished run in one does not hide a finished one in the other."""
+    paths = {}
+    for precision in ("fp32", "bf16"):
+        (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--precision", precision)))
+        paths[precision] = job.path
+    meta = json.loads((paths["fp32"] / "meta.json").read_text())
+    (paths["fp32"] / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--precision", "auto"), dry_run=True))
+    assert (job.state, job.path) == ("done", paths["bf16"])
+
+
+def test_what_is_there_is_shown_where_nothing_is_left_to_do(tmp_path, capsys):
+    for _ in range(2):
+        launcher.main(make_args(tmp_path))
+        assert "1 runs: 1 done" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
 def test_failures(code, attempts, tmp_path, monkeypatch):
     """Of three runs, the second fails whenever it is started. Bad input (code 2) is not tried again."""
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
 
-    def start(job, device, args, log):
+    def start(job, device, args, file):
         job.state, job.attempts = "running", job.attempts + 1
-        log.write_text("first line\nlast line\n")
+        file.write("first line\nlast line\n")
         return SimpleNamespace(poll=lambda: 0, returncode=code if job.settings.seed == 2 else 0)
 
     monkeypatch.setattr(launcher, "start", start)
@@ -225,6 +267,14 @@ def test_slurm_is_not_there(tmp_path, monkeypatch):
         launcher.main(make_args(tmp_path, launcher="slurm"))
 
 
+def test_slurm_refuses(tmp_path, monkeypatch):
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "")  # so that what `submit` sets is taken back
+    with pytest.raises(InputError, match="--launcher slurm: "):
+        launcher.main(make_args(tmp_path, launcher="slurm", slurm_partition="nowhere"))
+
+
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A cluster of this one machine, with an authentication service of its own."""
@@ -285,6 +335,11 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     result = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "2 runs: 2 submitted" in result.stdout
+    (script,) = (runs / "logs").glob("[0-9]*_submission.sh")
+    assert "#SBATCH --signal=USR1@" in script.read_text()
+    again = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
+    assert "2 runs: 2 submitted" in again.stdout
+    assert list((runs / "logs").glob("[0-9]*_submission.sh")) == [script]
     controller = SimpleNamespace(poll=lambda: None)
     wait_for(lambda: len(list(runs.glob("*/progress.csv"))) == 2, controller)
     wait_for(lambda: all(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")), controller)

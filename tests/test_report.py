@@ -175,6 +175,27 @@ def test_train_test_gaps(tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_gaps_of_several_games_are_those_of_their_means(tmp_path):
+    path = tmp_path / "seed1.eval.csv"
+    rows = ["step,policy,env_id,episodic_return", "10,stochastic,coinrun,9", "10,stochastic,maze,3", "10,greedy,maze,0"]
+    path.write_text("\n".join([*rows, "20,stochastic,coinrun,8", "20,stochastic,maze,4"]) + "\n")
+    assert report.read_evaluations(path) == [(10, 6.0), (20, 6.0)]
+
+
+def test_a_report_of_nothing_leaves_the_readme_alone(tmp_path):
+    (tmp_path / "README.md").write_text("text")
+    with pytest.raises(SystemExit, match="no <protocol>"):
+        report.main(report.Args(results=tmp_path, readme=tmp_path / "README.md"))
+    assert (tmp_path / "README.md").read_text() == "text"
+
+
+def test_a_short_run_is_no_obstacle(tmp_path, capsys):
+    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0, steps=16_384)
+    write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
+    report.main(report.Args(results=tmp_path, readme=None))
+    assert [row[1] for row in table_rows(capsys.readouterr().out, "ppo fruitbot")] == ["0.5M", "1M"]
+
+
 def test_reports_repeat(tmp_path):
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
     write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
@@ -185,14 +206,13 @@ def test_reports_repeat(tmp_path):
     assert contents[0] == contents[1]
 
 
-def test_the_readme_is_what_the_report_makes(monkeypatch, tmp_path):
+def test_the_readme_is_what_the_report_makes(tmp_path):
     """README's tables and those in results/ are those of the curves in the tree."""
     copy = tmp_path / "README.md"
     copy.write_text((report.ROOT / "README.md").read_text())
     shipped = copy.read_text()
     figures = {path: path.read_bytes() for path in collect.RESULTS.rglob("*.png")}
     tables = {path: path.read_text() for path in collect.RESULTS.rglob("*.md")}
-    monkeypatch.setattr(report.throughput, "main", lambda args: None)  # which writes to the README of the tree
     try:
         report.main(report.Args(readme=copy))
         assert copy.read_text() == shipped
@@ -239,6 +259,9 @@ def test_event_files_become_the_progress_of_the_run(tmp_path):
     )  # fmt: skip
     run_dir = ppo.main(args)
     convert.main(convert.Args(run_dir, tmp_path / "curve.csv", every=256))
+    (events,) = run_dir.glob("events.*")
+    convert.main(convert.Args(events, tmp_path / "same.csv", every=256))
+    assert (tmp_path / "same.csv").read_text() == (tmp_path / "curve.csv").read_text()
     mine, theirs = (curves.read(path) for path in (tmp_path / "curve.csv", run_dir / "progress.csv"))
     assert mine.steps[:-1] == theirs.steps[:-1]
     assert theirs.steps[-1] - 256 < mine.steps[-1] <= theirs.steps[-1]  # that of the last episode
@@ -265,11 +288,14 @@ def test_a_curve_becomes_event_files(tmp_path):
 def test_what_cannot_be_converted(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "some.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "episodes.csv").write_text("step,seconds,env,episodic_return,episodic_length\n1,2,3,4,5\n")
     for source, target, words in (
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
         ("some.csv", "events", "no CSV of a learning curve"),
         ("empty", "some.csv", "remove it first"),
+        ("empty", "nowhere/x.csv", "there is no"),
+        ("episodes.csv", "events", "no CSV of a learning curve"),
     ):
         with pytest.raises(InputError, match=words):
             convert.main(convert.Args(tmp_path / source, tmp_path / target))
