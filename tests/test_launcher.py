@@ -332,12 +332,12 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     """Two runs as a job array; one gets the signal that Slurm sends before a job's time is up, and is queued again."""
     runs = tmp_path / "runs"
     words = ["--launcher", "slurm", "--slurm-gpus", "0", "--slurm-cpus", "1", "--slurm-partition", "main"]
-    result = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "2 runs: 2 submitted" in result.stdout
     (script,) = (runs / "logs").glob("[0-9]*_submission.sh")
     assert "#SBATCH --signal=USR1@" in script.read_text()
-    again = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
+    again = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
     assert "2 runs: 2 submitted" in again.stdout
     assert list((runs / "logs").glob("[0-9]*_submission.sh")) == [script]
     controller = SimpleNamespace(poll=lambda: None)
@@ -347,10 +347,11 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
     queue = ["squeue", "-h", "-o", "%i %t"]
     wait_for(lambda: f"{job} PD" in subprocess.check_output(queue, text=True), controller)
+    time.sleep(5)  # slurmd refuses a job that comes back at once
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
     wait_for(lambda: not subprocess.check_output(queue, text=True), controller, seconds=300)
     metas = [json.loads((path / "meta.json").read_text()) for path in run_folders(runs)]
     assert [bool(meta["finished"]) for meta in metas] == [True, True]
     assert sorted(len(meta["resumed"]) for meta in metas) == [0, 1]
-    again = subprocess.run(command_line(runs, 40_000, *words), cwd=ROOT, capture_output=True, text=True)
+    again = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
     assert "2 runs: 2 done" in again.stdout
