@@ -38,6 +38,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.checkpoint import runs_of
+from common.device import resolve_device
 from common.envs import PROCGEN_GAMES, unknown_env
 from common.errors import InputError, check_settings, one_line_errors, require
 from common.run import lock_folder
@@ -229,12 +230,13 @@ def last_row(path: Path) -> dict[str, str] | None:
 
 
 def places(args: Args) -> list[str]:
-    """The device of each of the runs that go on at a time."""
+    """The device of each of the runs that go on at a time. Raises InputError for one that is not there."""
     devices = args.devices
     if devices == ("auto",):
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
     found = []
     for device in devices:
+        resolve_device(device)
         default = max(1, os.cpu_count() // args.threads) if device == "cpu" else 1
         found += [device] * (args.runs_per_device or default)
     return found
@@ -283,10 +285,8 @@ def end(job: Job, code: int, args: Args, log: Path) -> None:
         job.note = f"exit code {code}: {lines[-1] if lines else 'no output'} ({log})"
 
 
-def run_here(jobs: list[Job], args: Args, console: Console) -> None:
+def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
     """Run the jobs that wait, and show all of them; on a signal, stop all runs, which save a checkpoint."""
-    logs = Path(args.runs_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     free, running, changed = places(args), [], True  # running: (job, process, device, its log, locked)
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         try:
@@ -356,7 +356,7 @@ def look_in_queue(job: Job, logs: Path) -> None:
             job.state, job.note = "submitted", f"Slurm job {number}"
 
 
-def submit(jobs: list[Job], args: Args) -> None:
+def submit(jobs: list[Job], args: Args, logs: Path) -> None:
     """Submit the jobs that wait as one array. Raises InputError where Slurm, or submitit, is not there or refuses."""
     # submitit reads it as it is imported. Slurm's signal goes to the run as well, which knows how to end on this one.
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
@@ -364,7 +364,6 @@ def submit(jobs: list[Job], args: Args) -> None:
         import submitit
     except ImportError:
         raise InputError("--launcher slurm needs submitit: pip install submitit.") from None
-    logs = Path(args.runs_dir).resolve() / "logs"
     try:
         executor = submitit.SlurmExecutor(folder=logs, max_num_timeout=10_000)
         executor.update_parameters(
@@ -400,11 +399,16 @@ def main(args: Args) -> list[Job]:
         for job in jobs:
             print(f"{job.state}: {shlex.join(['python', *job.command(args.runs_dir)])}")
         return jobs
+    logs = Path(args.runs_dir).resolve() / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{logs} cannot be made ({error.strerror}): choose another --runs-dir.") from error
     if args.launcher == "slurm":
-        submit(jobs, args)
+        submit(jobs, args, logs)
         console.print(table(jobs))
     else:
-        run_here(jobs, args, console)
+        run_here(jobs, args, logs, console)
     return jobs
 
 

@@ -91,8 +91,17 @@ def test_bad_settings(settings, word, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_bad_places(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="choose another --runs-dir"):
+        launcher.main(make_args(tmp_path / "file"))
+    with pytest.raises(InputError, match="cuda:77 is not there"):
+        launcher.main(make_args(tmp_path, devices=("cuda:77",)))
+
+
 def test_places(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(launcher, "resolve_device", lambda device: None)
     assert launcher.places(launcher.Args(devices=("cpu",), threads=2)) == ["cpu"] * 4
     assert launcher.places(launcher.Args(devices=("cpu",), threads=16)) == ["cpu"]
     assert launcher.places(launcher.Args(devices=("cuda:0", "cuda:1"))) == ["cuda:0", "cuda:1"]
