@@ -41,6 +41,7 @@ CSV_COLUMNS = {
     ),
 }
 EVENTS_SUFFIX = ".run"  # tells the run's own TensorBoard files from those that others put beside them
+FLUSH_SECONDS = 2  # between TensorBoard's writes
 LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no terminal; between updates of the bar
 
 
@@ -192,7 +193,9 @@ class Run:
                     shutil.rmtree(path)
                 raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
         self.csv = {name: csv.writer(file, lineterminator="\n") for name, file in self.files.items()}
-        self.writer = SummaryWriter(str(path), filename_suffix=EVENTS_SUFFIX)
+        # A signal that interrupts `Condition.notify` costs the writer's thread its wake-up: it then sleeps until it
+        # flushes next, and `close`, that is the end of the run, waits for it.
+        self.writer = SummaryWriter(str(path), flush_secs=FLUSH_SECONDS, filename_suffix=EVENTS_SUFFIX)
         for name, columns in CSV_COLUMNS.items():
             if not (path / name).stat().st_size:
                 self.csv[name].writerow(columns)

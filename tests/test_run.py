@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import impala
 import ppg
 import ppo
-from common.run import command, make_run_dir
+from common.run import Run, command, make_run_dir
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ppo, ppg, impala]
@@ -367,6 +368,27 @@ def test_progress_within_an_iteration(script, monkeypatch, capsys, tmp_path):
     shown = [int(line.split("/")[0][5:].replace(",", "")) for line in capsys.readouterr().out.splitlines()[1:-2]]
     assert shown == sorted(shown)
     assert len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3
+
+
+def test_a_wake_up_lost_to_a_signal_does_not_hold_the_end_up(tmp_path, monkeypatch):
+    """A signal in the midst of TensorBoard's `queue.put` leaves a waiter behind, which the next `notify` then wakes."""
+    close = Run.close
+
+    def close_after_a_lost_wake_up(run):
+        queue = run.writer.file_writer.event_writer._async_writer._byte_queue
+        queue.join()
+        time.sleep(0.2)  # until the thread waits for more
+        stale = threading.Lock()
+        stale.acquire()
+        queue.not_empty._waiters.appendleft(stale)
+        start = time.monotonic()
+        close(run)
+        seconds.append(time.monotonic() - start)
+
+    seconds = []
+    monkeypatch.setattr(Run, "close", close_after_a_lost_wake_up)
+    ppo.main(make_args(ppo, tmp_path))
+    assert 0.1 < seconds[0] < 10
 
 
 def test_track_offline(tmp_path):
