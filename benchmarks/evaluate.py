@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import imageio.v3
 import numpy as np
 import torch
 import tyro
@@ -28,11 +27,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.checkpoint import Damaged, read_weights
 from common.device import setup_device
-from common.envs import make_envs
+from common.envs import make_envs, open_video
 from common.errors import InputError, one_line_errors, require
-from common.evaluation import HeldOut, evaluation_seed, play, standard_error
+from common.evaluation import HeldOut, evaluation_seed, play, share_episodes, summaries
 from common.run import read_json
-from common.scores import normalized
 
 LAST_LEVEL = 2**31 - 1
 
@@ -119,8 +117,7 @@ class Video:
             self.gif.append(Image.fromarray(picture).quantize(64))
             return
         if self.writer is None:
-            self.writer = imageio.v3.imopen(str(self.path), "w", plugin="pyav")
-            self.writer.init_video_stream("libx264", fps=self.fps)
+            self.writer = open_video(self.path, self.fps)
         self.writer.write_frame(picture)
 
     def __enter__(self) -> "Video":
@@ -155,7 +152,7 @@ def main(args: Args) -> dict[str, float]:
     device = setup_device(args.device, seed=args.seed)
     settings, agent = load(args.run_dir, device)
     games = settings.env_id.split(",")
-    num_envs = max(1, min(args.num_envs, args.episodes) // len(games)) * len(games)
+    num_envs, quota = share_episodes(args.episodes, args.num_envs, games)
     columns, rows = args.video_grid
     few = f"--video-grid needs {columns * rows} environments, not {num_envs}: raise --num-envs (and --episodes)."
     require(args.video is None or 0 < columns * rows <= num_envs, few)
@@ -168,7 +165,6 @@ def main(args: Args) -> dict[str, float]:
         capture_video=args.video is not None,
         **level_range(settings, args.levels),
     )
-    quota = math.ceil(args.episodes / num_envs)
     fps = envs.metadata.get("render_fps", 30)
     print(f"{args.run_dir}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
     with (
@@ -184,14 +180,13 @@ def main(args: Args) -> dict[str, float]:
         returns, lengths = play(agent, HeldOut(envs, seed), quota, greedy=args.greedy, device=device, on_step=on_step)
     envs.close()
     figures = {}
-    for number, game in enumerate(games):
-        of_game, steps = returns[number :: len(games)], lengths[number :: len(games)]
+    for number, (game, summary) in enumerate(summaries(returns, lengths, games, settings.distribution_mode).items()):
         figures |= {
-            f"{game} mean": of_game.mean(),
-            f"{game} standard error": standard_error(of_game),
-            f"{game} IQM": stats.trim_mean(of_game, 0.25, axis=None),
-            f"{game} normalised mean": normalized(of_game.mean(), game, settings.distribution_mode),
-            f"{game} mean length": steps.mean(),
+            f"{game} mean": summary.episodic_return,
+            f"{game} standard error": summary.standard_error,
+            f"{game} IQM": stats.trim_mean(returns[number :: len(games)], 0.25, axis=None),
+            f"{game} normalised mean": summary.normalized_return,
+            f"{game} mean length": summary.episodic_length,
         }
     for name, value in figures.items():
         print(f"{name}: {value:.3f}")

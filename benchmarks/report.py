@@ -133,12 +133,17 @@ def verdict(ours: list[float], published: list[float]) -> tuple[str, str, str]:
     return f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}", words
 
 
+def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table; none without rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    lines.insert(1, "|-" * len(columns) + "|")
+    return lines if rows else []
+
+
 def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, published, difference, interval, verdict."""
-    lines = [
-        "| run | mark | ours, by seed | published | of | difference | 95 % interval | verdict |",
-        "|-|-|-|-|-|-|-|-|",
-    ]
+    columns = ["run", "mark", "ours, by seed", "published", "of", "difference", "95 % interval", "verdict"]
+    rows = []
     for algorithm, games in protocol.runs.items():
         published, label = protocol.published(algorithm)
         for game in sorted(games):
@@ -147,9 +152,8 @@ def verdict_table(protocol: Protocol) -> list[str]:
                 if ours:
                     theirs = published[game].scores(steps) if game in published else []
                     texts = [", ".join(f"{score:.2f}" for score in scores) or "-" for scores in (ours, theirs)]
-                    cells = [f"{algorithm} {game}", mark, *texts, label, *verdict(ours, theirs)]
-                    lines.append(f"| {' | '.join(cells)} |")
-    return lines
+                    rows.append([f"{algorithm} {game}", mark, *texts, label, *verdict(ours, theirs)])
+    return markdown(columns, rows)
 
 
 def by_game(protocol: Protocol, scores: dict[str, list[float]]) -> list[list[float]]:
@@ -164,10 +168,9 @@ def interval(values: tuple[float, float, float]) -> str:
 
 def aggregate_table(protocol: Protocol) -> list[str]:
     """Means over the games that an algorithm has been run on, two at least, beside the published runs on the same."""
-    lines = [
-        "| runs | mark | games x seeds | mean | IQM | published mean | published IQM | P(ours above published) |",
-        "|-|-|-|-|-|-|-|-|",
-    ]
+    columns = ["runs", "mark", "games x seeds", "mean", "IQM", "published mean", "published IQM"]
+    columns += ["P(ours above published)"]
+    rows = []
     for algorithm, games in protocol.runs.items():
         published, _ = protocol.published(algorithm)
         for mark, steps in MARKS.items():
@@ -178,7 +181,7 @@ def aggregate_table(protocol: Protocol) -> list[str]:
                 continue
             seeds = min(map(len, ours.values()))  # of a game with more, the first
             samples, others = [runs[:seeds] for runs in by_game(protocol, ours)], by_game(protocol, theirs)
-            cells = [
+            row = [
                 *(algorithm, mark, f"{len(samples)} x {seeds}"),
                 *(
                     interval(curves.with_interval(statistic, runs))
@@ -187,8 +190,8 @@ def aggregate_table(protocol: Protocol) -> list[str]:
                 ),
                 interval(curves.with_interval(curves.probability_of_improvement, samples + others)),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines if len(lines) > 2 else []
+            rows.append(row)
+    return markdown(columns, rows)
 
 
 def read_evaluations(path: Path) -> list[tuple[int, float]]:
@@ -203,22 +206,22 @@ def read_evaluations(path: Path) -> list[tuple[int, float]]:
 
 def gap_table(protocol: Protocol) -> list[str]:
     """Training levels against held-out ones, where runs were evaluated."""
-    lines = [
-        "| run | mark | training levels | held-out levels | gap | published: training, held-out |",
-        "|-|-|-|-|-|-|",
-    ]
+    columns = ["run", "mark", "training levels", "held-out levels", "gap", "published: training, held-out"]
+    rows = []
     test = reference(TEST[protocol.name]) if protocol.name in TEST else {}
     for algorithm, games in protocol.runs.items():
         train = protocol.published(algorithm)[0]
         for game, runs in sorted(games.items()):
+            paths = {seed: protocol.folder / algorithm / game / f"seed{seed}.eval.csv" for seed in sorted(runs)}
+            evaluations = {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
             for mark, steps in MARKS.items():
                 pairs = []
-                for seed, curve in sorted(runs.items()):
-                    path = protocol.folder / algorithm / game / f"seed{seed}.eval.csv"
-                    if not path.exists() or curve.steps[-1] < steps:
+                for seed, evaluated in evaluations.items():
+                    curve = runs[seed]
+                    if curve.steps[-1] < steps:
                         continue
                     # evaluations come at the end of an iteration, so that the nearest may be a little after the mark
-                    step, held_out = min(read_evaluations(path), key=lambda each: abs(each[0] - steps))
+                    step, held_out = min(evaluated, key=lambda each: abs(each[0] - steps))
                     if abs(step - steps) <= protocol.window(steps):
                         pairs.append((curves.score(curve, step, protocol.window(step)), held_out))
                 if pairs:
@@ -227,9 +230,8 @@ def gap_table(protocol: Protocol) -> list[str]:
                     if game in test and train[game].scores(steps):
                         both = f"{mean(train[game].scores(steps)):.2f}, {mean(test[game].scores(steps)):.2f}"
                     texts = [", ".join(f"{value:.2f}" for value in values) for values in (mine, others)]
-                    cells = [f"{algorithm} {game}", mark, *texts, f"{mean(mine) - mean(others):.2f}", both]
-                    lines.append(f"| {' | '.join(cells)} |")
-    return lines if len(lines) > 2 else []
+                    rows.append([f"{algorithm} {game}", mark, *texts, f"{mean(mine) - mean(others):.2f}", both])
+    return markdown(columns, rows)
 
 
 def seed_of(path: Path) -> int:

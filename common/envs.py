@@ -382,6 +382,15 @@ class RefuseNaN(VectorWrapper):
                 raise TrainingError(f"the {name} of environment {np.argmax(bad)} is NaN or infinite", batch)
 
 
+def open_video(path: Path, fps: float) -> Any:
+    """An MP4 to `write_frame` to, uint8 [height, width, 3], and then to `close`. Needs the package av."""
+    import imageio.v3  # comes with procgen; only videos need it
+
+    writer = imageio.v3.imopen(str(path), "w", plugin="pyav")
+    writer.init_video_stream("libx264", fps=fps)
+    return writer
+
+
 class RecordFirstEnv(VectorWrapper):
     """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule
     of Gymnasium's RecordVideo)."""
@@ -405,12 +414,9 @@ class RecordFirstEnv(VectorWrapper):
 
     def add(self, frame: np.ndarray) -> None:
         if self.writer is None:
-            import imageio.v3  # comes with procgen; only videos need it
-
             self.video_dir.mkdir(exist_ok=True)
-            path = str(self.video_dir / f"episode-{self.episode}.mp4")
-            self.writer = imageio.v3.imopen(path, "w", plugin="pyav")
-            self.writer.init_video_stream("libx264", fps=self.metadata.get("render_fps", 30))
+            path = self.video_dir / f"episode-{self.episode}.mp4"
+            self.writer = open_video(path, self.metadata.get("render_fps", 30))
         self.writer.write_frame(frame)
 
     def finish_video(self) -> None:

@@ -7,7 +7,7 @@ is a function of the agent alone, changes nothing in the run, and is the same in
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -106,6 +106,32 @@ def standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else math.nan
 
 
+def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int, int]:
+    """How many environments, of `num_envs` at most, play at least `episodes` episodes, and how many each of them."""
+    num_envs = max(1, min(num_envs, episodes) // len(games)) * len(games)
+    return num_envs, math.ceil(episodes / num_envs)
+
+
+class Summary(NamedTuple):
+    """What an evaluation has found of a game."""
+
+    episodes: int
+    episodic_return: float  # mean
+    standard_error: float
+    episodic_length: float  # mean
+    normalized_return: float
+
+
+def summaries(returns: np.ndarray, lengths: np.ndarray, games: list[str], distribution_mode: str) -> dict[str, Summary]:
+    """A summary of each game from what `play` returns. Environment i plays `games[i % len(games)]`."""
+    found = {}
+    for number, game in enumerate(games):
+        of_game, steps = returns[number :: len(games)], lengths[number :: len(games)]
+        score = normalized(of_game.mean(), game, distribution_mode)
+        found[game] = Summary(of_game.size, of_game.mean(), standard_error(of_game), steps.mean(), score)
+    return found
+
+
 class Evaluator:
     """Evaluates an agent every `--eval-interval` steps and at the end of the run; with 0, never.
 
@@ -128,9 +154,8 @@ class Evaluator:
         self.iteration_steps, self.total_steps = iteration_steps, total_steps
         if not args.eval_interval:
             return
-        self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
-        num_envs = max(1, min(args.num_envs, args.eval_episodes) // len(self.games)) * len(self.games)
-        self.episodes_per_env = math.ceil(args.eval_episodes / num_envs)
+        self.games = args.env_id.split(",")
+        num_envs, self.episodes_per_env = share_episodes(args.eval_episodes, args.num_envs, self.games)
         seed = evaluation_seed(args.seed)
         try:
             envs = make_envs(
@@ -162,19 +187,14 @@ class Evaluator:
                 device=self.device,
                 on_step=lambda finished: run.show(step, f"evaluation: {finished}/{total} episodes"),
             )
-            scores = []
-            for number, game in enumerate(self.games):
-                of_game, steps = returns[number :: len(self.games)], lengths[number :: len(self.games)]
-                scores.append(normalized(of_game.mean(), game, self.args.distribution_mode))
-                rows.append(
-                    (policy, game, of_game.size, of_game.mean(), standard_error(of_game), steps.mean(), scores[-1])
-                )
-                if len(self.games) > 1:
-                    metrics[f"{tag}/episodic_return/{game}"] = of_game.mean()
+            by_game = summaries(returns, lengths, self.games, self.args.distribution_mode)
+            rows += [(policy, game, *summary) for game, summary in by_game.items()]
+            if len(self.games) > 1:
+                metrics |= {f"{tag}/episodic_return/{game}": each.episodic_return for game, each in by_game.items()}
             metrics |= {
                 f"{tag}/episodic_return": returns.mean(),
                 f"{tag}/episodic_length": lengths.mean(),
-                f"{tag}/normalized_return": np.mean(scores),
+                f"{tag}/normalized_return": np.mean([each.normalized_return for each in by_game.values()]),
             }
             if len(self.games) == 1:  # of several, training has most episodes of the game with the shortest
                 metrics[f"{tag}/train_test_gap"] = mean(run.recent) - returns.mean()
