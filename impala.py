@@ -3,6 +3,7 @@
     python impala.py --env-id starpilot
     python impala.py --env-id starpilot --use-lstm
     python impala.py --env-id starpilot --num-actors 0    # act and learn in turn: repeats bit for bit
+    torchrun --nproc-per-node 4 impala.py --env-id starpilot    # 4 ranks, each a learner with actors of its own
     python impala.py --env-id CartPole-v1 --num-envs 16 --num-steps 32 --batch-size 16 --queue-size 16 \
         --num-minibatches 4 --gamma 0.98 --total-timesteps 300000
 
@@ -60,6 +61,7 @@ from common.errors import TrainingError, check_settings, one_line_errors, requir
 from common.evaluation import Evaluator
 from common.memory import micro_batches, to_device
 from common.run import Run, check_run, require_finite
+from common.world import ALONE, World, join
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Args:
     num_threads: int = 4
     """C++ threads that step Procgen, for each actor"""
     num_envs: int = 64
-    """environments in all (N), shared evenly by the actors"""
+    """environments in all (N), shared evenly by the actors; of each rank, where torchrun starts several"""
 
     # ---- algorithm
     total_timesteps: int = 25_000_000
@@ -135,7 +137,7 @@ class Args:
     num_steps: int = 128
     """steps of each environment in an unroll (T)"""
     batch_size: int = 128
-    """unrolls that make a batch of the learner (B)"""
+    """unrolls that make a batch of the learner (B); of each rank"""
     queue_size: int = 64
     """unrolls that may wait for the learner; actors pause while it is full"""
     sample_fraction: float = 0.75
@@ -186,10 +188,6 @@ class Args:
     """width of the MLP's hidden layer (vector observations only)"""
     init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "xavier_uniform"
     """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
-
-    @property
-    def num_updates(self) -> int:
-        return math.ceil(self.total_timesteps / (self.batch_size * self.num_steps))
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
@@ -549,7 +547,7 @@ def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
 
 
 def scale_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
-    """Rewards [T, B] divided by the scale of returns, which they enter first.
+    """Rewards [T, B] divided by the scale of returns, which those of the whole batch enter first.
 
     The learner does it, not the actors, so that a checkpoint's statistics are those of what has been learnt from.
 
@@ -561,11 +559,12 @@ def scale_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) 
     for column, env in enumerate(envs):
         rounds[seen[env]].append(column)
         seen[env] += 1
-    scaled = np.empty_like(rewards)
+    returns = np.empty(rewards.shape)
     for columns in rounds.values():
         numbers = [envs[column] for column in columns]
-        scaled[:, columns] = normalizer(rewards[:, columns], dones[:, columns], numbers)
-    return torch.as_tensor(scaled).to(batch.rewards)
+        returns[:, columns] = normalizer.discounted_returns(rewards[:, columns], dones[:, columns], numbers)
+    normalizer.update(returns)
+    return torch.as_tensor(normalizer.scale(rewards)).to(batch.rewards)
 
 
 @torch.no_grad()
@@ -649,7 +648,9 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: Args) -> dict[str, Tensor]:
+def update(
+    agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: Args, world: World = ALONE
+) -> dict[str, Tensor]:
     """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns the means of the metrics."""
     with torch.no_grad():  # a few unrolls at a time, to save memory
         fields = (x.chunk(args.num_minibatches, dim=1) for x in (batch.obs, batch.state, batch.dones))
@@ -681,7 +682,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
         minibatch = [x.index_select(1, index) for x in samples] + [state]  # of frames eight times as fast as [:, index]
         optimizer.zero_grad()
         pieces = []
-        for piece in micro_batches(minibatch, args.micro_batch_size, dim=1):
+        for piece in world.average_gradient(micro_batches(minibatch, args.micro_batch_size, dim=1)):
             obs, dones, actions, old_logprobs, batch_targets, batch_advantages, state = piece
             params, new_values = agent.unroll(obs, state, dones)
             dist = action_dist(agent.action_space, params)
@@ -711,12 +712,12 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Unroll, args: 
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def record_episodes(run: Run, step: int, batch: list[Experience], num_steps: int) -> None:
+def record_episodes(run: Run, step: int, batch: list[Experience], num_steps: int, world: World = ALONE) -> None:
     """Tell `run` of the episodes that ended in a batch whose first actions were taken at `step`, in order of time."""
     unrolls, earlier, episodes = Counter(each.env for each in batch), Counter(), []
     for each in batch:  # where an environment has several unrolls, they follow each other
         for t, episodic_return, length in each.episodes:
-            time = (earlier[each.env] * num_steps + t + 1) * len(batch) // unrolls[each.env]
+            time = (earlier[each.env] * num_steps + t + 1) * len(batch) * world.size // unrolls[each.env]
             episodes.append((step + time, each.env, episodic_return, length))
         earlier[each.env] += 1
     for episode in sorted(episodes):
@@ -729,10 +730,12 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
-    args = replace(args, precision=resolve_precision(args.precision, args.device))
-    resumed = find_run(args, script)
+    world = join(args.device)  # with other ranks, where torchrun has started this process
+    args = world.own(replace(args, precision=resolve_precision(args.precision, args.device)))
+    resumed = find_run(args, script, world)
+    seed = world.seed(args.seed, resumed)
     device = setup_device(
-        args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
+        args.device, seed=seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
     )
     num_groups = max(1, args.num_actors)
     envs_per_group = args.num_envs // num_groups
@@ -740,7 +743,7 @@ def main(args: Args) -> Path:
         make_envs(
             args.env_id,
             envs_per_group,
-            seed=group_seed(args.seed, number),
+            seed=group_seed(seed, number),
             distribution_mode=args.distribution_mode,
             num_levels=args.num_levels,
             start_level=args.start_level,
@@ -760,32 +763,35 @@ def main(args: Args) -> Path:
     reward_normalizer = None
     if args.reward_norm == "return":
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
-        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
-    batch_steps = args.batch_size * args.num_steps
-    total_steps = args.num_updates * batch_steps
-    evaluate = Evaluator(args, agent, device, batch_steps, total_steps)
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
+    batch_steps = args.batch_size * args.num_steps * world.size
+    total_steps = world.total_steps(args.total_timesteps, batch_steps, resumed)
+    evaluate = Evaluator(args, agent, device, batch_steps, total_steps, world)
     if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
-    run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
+    run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         groups[0] = RecordFirstEnv(groups[0], run.path / "videos")
 
     parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
-    with Checkpoints(run, resumed, **parts) as checkpoints:
-        step, ends, history, lags, lag_sum, lag_max = 0, {}, [], [], 0, 0
+    with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
+        world.share(agent)
+        step, ends, history, lags, lag_sum, lag_max, num_lags = run.step, {}, [], [], 0, 0, 0
         if checkpoints.loop:
-            step, (ends, history, lags, lag_sum, lag_max) = run.step, checkpoints.loop["progress"]
+            ends, history, lags, lag_sum, lag_max = checkpoints.loop["progress"]
+            num_lags = checkpoints.loop.get("num_lags", step // batch_steps * args.batch_size)  # older ones have none
             history = [{tag: value.to(device) for tag, value in metrics.items()} for metrics in history]
-        first_update = step // batch_steps
-        policy, stop = PublishedPolicy(agent, first_update), threading.Event()
+        version = first_update = step // batch_steps
+        policy, stop = PublishedPolicy(agent, version), threading.Event()
         actors = [
-            act(envs, number * envs_per_group, policy, ends, args, device, stop) for number, envs in enumerate(groups)
+            act(envs, number * envs_per_group, policy, ends, replace(args, seed=seed), device, stop)
+            for number, envs in enumerate(groups)
         ]
         batches = in_turn(actors[0], args.batch_size)
         if args.num_actors:
             batches = ActorThreads(actors, args.batch_size, args.queue_size, stop)
         try:
-            for version in range(first_update, args.num_updates):
+            while step < total_steps:
                 learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
                 optimizer.param_groups[0]["lr"] = learning_rate
 
@@ -797,22 +803,21 @@ def main(args: Args) -> Path:
                 if reward_normalizer is not None:
                     envs_played = [experience.env for experience in experiences]
                     batch = batch._replace(rewards=scale_rewards(batch, envs_played, reward_normalizer))
-                metrics = update(agent, optimizer, batch, args)
+                metrics = update(agent, optimizer, batch, args, world)
                 require_finite(step, metrics, batch._asdict())  # before an actor draws from a broken policy
                 policy.publish(agent)
 
                 # ---- log
-                record_episodes(run, step, experiences, args.num_steps)
+                record_episodes(run, step, experiences, args.num_steps, world)
                 step += batch_steps
                 history.append(metrics)
                 lags += [version - experience.version for experience in experiences]
-                if step % args.log_interval < batch_steps or step == total_steps:
-                    lag_sum, lag_max = lag_sum + sum(lags), max(lag_max, *lags)
-                    metrics = mean_metrics(history) | {
-                        "charts/learning_rate": learning_rate,
-                        "charts/policy_lag": sum(lags) / len(lags),
-                        "charts/policy_lag_max": max(lags),
-                    }
+                version += 1
+                if step % args.log_interval < batch_steps or step >= total_steps:
+                    lag_sum, lag_max, num_lags = lag_sum + sum(lags), max(lag_max, *lags), num_lags + len(lags)
+                    metrics = mean_metrics(history) | {"charts/learning_rate": learning_rate}
+                    lag = {"charts/policy_lag": sum(lags) / len(lags), "charts/policy_lag_max": max(lags)}
+                    metrics |= world.per_rank(lag)
                     if args.num_actors:
                         metrics |= batches.pop_metrics()
                     run.log(step, metrics)
@@ -820,17 +825,19 @@ def main(args: Args) -> Path:
                 evaluate(step, run)
                 ends = ends | {experience.env: experience.end for experience in experiences}
                 # In turn, unrolls of this round that no batch has had yet; they are in no checkpoint.
-                in_hand = (version + 1 - first_update) * args.batch_size % args.num_envs
-                if args.num_actors or not in_hand or step == total_steps:
-                    checkpoints.save(step, progress=(ends, history, lags, lag_sum, lag_max))
+                in_hand = (version - first_update) * args.batch_size % args.num_envs
+                if args.num_actors or not in_hand or step >= total_steps:
+                    checkpoints.save(step, progress=(ends, history, lags, lag_sum, lag_max), num_lags=num_lags)
         finally:
             if not batches.close():
                 for envs in groups:
                     envs.close()
                 evaluate.close()
 
-    mean_lag = lag_sum / (args.num_updates * args.batch_size)
-    print(f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most")
+    mean_lag = lag_sum / max(1, num_lags)
+    lag = f"policy lag (updates between acting and learning): {mean_lag:.1f} on average, {lag_max} at most"
+    print(world.label + lag)
+    world.leave()
     return run.path
 
 

@@ -3,6 +3,7 @@
     python ppg.py --env-id starpilot
     python ppg.py --env-id starpilot --arch dual
     python ppg.py --env-id starpilot --kl-penalty 1
+    torchrun --nproc-per-node 4 ppg.py --env-id starpilot    # the paper's 4 processes with 64 environments each
 
 The policy phase is PPO with one pass over each rollout. After `n_pi` of them, an auxiliary phase trains the encoder on
 the value targets of all these rollouts, while a KL divergence holds the policy where it was. The defaults are those of
@@ -18,7 +19,8 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. What diff
    in every pass. It stops the gradient of the value head in both phases, as OpenAI's code does for its single network;
    the paper's, which scored what `dual` did (mean normalised return .755 against .756), does so in the policy phase.
 5. The paper has 4 processes with 64 environments. One process with 64 makes as many minibatches, each of a quarter of
-   the size, at the same learning rate, as in CleanRL: so it makes as many gradient steps in a phase as the paper.
+   the size, at the same learning rate, as in CleanRL: so it makes as many gradient steps in a phase as the paper. With
+   four ranks (torchrun) it has the paper's batches, advantages normalised over all of them.
 6. As in OpenAI's code, from which the paper's curves come, but not in CleanRL: no gradient clipping, no clipping of
    the value loss and a weight of 1 (not .5) on half its square, minibatches of whole environments, rewards scaled a
    rollout at a time by a return discounted by .99 (not .999), an Adam of its own for the auxiliary phase, and the
@@ -51,6 +53,7 @@ from common.errors import check_settings, one_line_errors, require
 from common.evaluation import Evaluator
 from common.memory import empty, frame_store, micro_batches, to_device
 from common.run import Run, check_run, require_finite
+from common.world import ALONE, World, join
 
 
 @dataclass
@@ -113,7 +116,7 @@ class Args:
     num_threads: int = 4
     """C++ threads that step Procgen"""
     num_envs: int = 64
-    """environments stepped side by side (N)"""
+    """environments stepped side by side (N); of each rank, where torchrun starts several"""
     num_env_groups: int = 1
     """groups that take turns: with 2, Procgen steps one half of the environments while the policy acts for the other"""
 
@@ -185,10 +188,6 @@ class Args:
     @property
     def batch_size(self) -> int:
         return self.num_envs * self.num_steps
-
-    @property
-    def num_iterations(self) -> int:
-        return math.ceil(self.total_timesteps / self.batch_size)
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
@@ -431,6 +430,7 @@ def collect(
     step: int,
     reward_normalizer: RewardNormalizer | None,
     run: Run,
+    world: World = ALONE,
 ) -> tuple[Tensor, int]:
     """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
 
@@ -456,7 +456,7 @@ def collect(
                 final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
                 rollout.truncation_values[t, part.start + cut] = agent.get_value(final_obs)
             obs[part] = to_device(next_obs, obs.device)
-            run.episodes(step + (t + 1) * envs.num_envs, infos, part.start)
+            run.episodes(step + (t + 1) * envs.num_envs * world.size, infos, part.start)
 
     for _ in zip_longest(*(play(*group) for group in env_groups(envs))):  # in turn
         pass
@@ -464,7 +464,7 @@ def collect(
         rewards = reward_normalizer(rewards, dones)
     rollout.rewards.copy_(torch.as_tensor(rewards))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step + rewards.size
+    return obs, step + rewards.size * world.size
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -489,8 +489,9 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     return advantages
 
 
-def normalize_advantages(advantages: Tensor) -> Tensor:
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+def normalize_advantages(advantages: Tensor, world: World = ALONE) -> Tensor:
+    std, mean = world.std_mean(advantages)
+    return (advantages - mean) / (std + 1e-8)
 
 
 def policy_loss(
@@ -558,11 +559,12 @@ def update(
     rollout: Rollout,
     advantages: Tensor,
     args: Args,
+    world: World = ALONE,
 ) -> dict[str, Tensor]:
     """Policy phase: train on a rollout in minibatches of whole environments. Returns the means of the metrics."""
     returns = advantages + rollout.values
     if args.norm_adv == "batch":
-        advantages = normalize_advantages(advantages)
+        advantages = normalize_advantages(advantages, world)
 
     if args.e_policy == args.e_value:
         passes = [(optimizer, args.e_policy, True, True)]
@@ -577,10 +579,12 @@ def update(
                     for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
                 )
                 if args.norm_adv == "minibatch":
-                    batch_advantages = normalize_advantages(batch_advantages)
+                    batch_advantages = normalize_advantages(batch_advantages, world)
                 opt.zero_grad()
                 pieces = []
-                for piece in micro_batches([*minibatch, batch_advantages], args.micro_batch_size):
+                for piece in world.average_gradient(
+                    micro_batches([*minibatch, batch_advantages], args.micro_batch_size)
+                ):
                     obs, actions, logprobs, values, piece_returns, piece_advantages = piece
                     _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
                     loss, losses, metrics = 0.0, {}, {}
@@ -600,8 +604,10 @@ def update(
                 grad_norm = clip_gradient(agent, args.max_grad_norm)
                 opt.step()
                 history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
-            if train_policy and args.target_kl is not None and history[-1]["losses/approx_kl"] > args.target_kl:
-                break
+            if train_policy and args.target_kl is not None:
+                approx_kl = world.mean(history[-1])["losses/approx_kl"]
+                if approx_kl > args.target_kl:
+                    break
     deviations = [metrics["losses/ratio_deviation"] for metrics in history if "losses/ratio_deviation" in metrics]
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": deviations[0],
@@ -645,6 +651,7 @@ def auxiliary_phase(
     args: Args,
     step: int,
     run: Run,
+    world: World = ALONE,
 ) -> dict[str, Tensor]:
     """Train encoder and value heads on K iterations of T steps in N environments. Returns the means of the metrics.
 
@@ -668,6 +675,11 @@ def auxiliary_phase(
             old_params.append(agent.get_policy(steps_of(batch, obs)).unflatten(0, (len(batch), -1)))
     old_params = torch.cat(old_params)  # [K x N, T, P]
 
+    def pieces_of(group: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        for batch in group.split(args.num_aux_rollouts):
+            minibatch = steps_of(batch, obs), old_params[batch].flatten(0, 1), steps_of(batch, returns)
+            yield from micro_batches(minibatch, args.micro_batch_size)
+
     history = []
     for epoch in range(1, args.e_aux + 1):
         order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
@@ -675,17 +687,14 @@ def auxiliary_phase(
             run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
             optimizer.zero_grad()  # also of the last gradient of the policy phase
             pieces = []
-            for batch in group.split(args.num_aux_rollouts):
-                minibatch = steps_of(batch, obs), old_params[batch].flatten(0, 1), steps_of(batch, returns)
-                for piece in micro_batches(minibatch, args.micro_batch_size):
-                    piece_obs, piece_old_params, piece_returns = piece
-                    params, values, aux_values = agent.get_policy_and_values(piece_obs)
-                    dist = action_dist(agent.action_space, params)
-                    old_dist = action_dist(agent.action_space, piece_old_params)
-                    loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, piece_returns, args.beta_clone)
-                    share = len(piece_obs) / (len(group) * num_steps)
-                    (loss * share).backward()
-                    pieces.append({tag: value.detach() * share for tag, value in metrics.items()})
+            for piece_obs, piece_old_params, piece_returns in world.average_gradient(pieces_of(group)):
+                params, values, aux_values = agent.get_policy_and_values(piece_obs)
+                dist = action_dist(agent.action_space, params)
+                old_dist = action_dist(agent.action_space, piece_old_params)
+                loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, piece_returns, args.beta_clone)
+                share = len(piece_obs) / (len(group) * num_steps)
+                (loss * share).backward()
+                pieces.append({tag: value.detach() * share for tag, value in metrics.items()})
             grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
             history.append(sum_metrics(pieces) | {"losses/aux/grad_norm": grad_norm})
@@ -701,15 +710,17 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
-    args = replace(args, precision=resolve_precision(args.precision, args.device))
-    resumed = find_run(args, script)
+    world = join(args.device)  # with other ranks, where torchrun has started this process
+    args = world.own(replace(args, precision=resolve_precision(args.precision, args.device)))
+    resumed = find_run(args, script, world)
+    seed = world.seed(args.seed, resumed)
     device = setup_device(
-        args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
+        args.device, seed=seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
     )
     envs = make_envs(
         args.env_id,
         args.num_envs,
-        seed=args.seed,
+        seed=seed,
         distribution_mode=args.distribution_mode,
         num_levels=args.num_levels,
         start_level=args.start_level,
@@ -727,55 +738,56 @@ def main(args: Args) -> Path:
     reward_normalizer = None
     if args.norm_reward:
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
-        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
+    iteration_steps = args.batch_size * world.size
+    total_steps = world.total_steps(args.total_timesteps, iteration_steps, resumed)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
-    num_kept = min(args.n_pi, args.num_iterations)
+    num_kept = min(args.n_pi, math.ceil(total_steps / iteration_steps))
     shape, flags = (num_kept, *rollout.obs.shape), "--n-pi, --num-envs or --num-steps"
     aux_obs = frame_store(shape, rollout.obs.dtype, device, args.aux_frames, Path(args.runs_dir), flags)
     aux_actions = torch.empty((num_kept, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
-    total_steps = args.num_iterations * args.batch_size
-    evaluate = Evaluator(args, agent, device, args.batch_size, total_steps)
+    evaluate = Evaluator(args, agent, device, iteration_steps, total_steps, world)
     if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
-    run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
+    run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
-    step, obs = 0, torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
+    step, k, obs = run.step, 0, torch.as_tensor(envs.reset(seed=seed)[0]).to(rollout.obs)
     parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
     parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
-    with Checkpoints(run, resumed, **parts) as checkpoints:
+    with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
+        world.share(agent)
         if checkpoints.loop:
-            step, saved = run.step, checkpoints.loop
+            saved = checkpoints.loop
             phase_start, k = saved["phase"]["start"], len(saved["returns"])
             aux_actions[:k], aux_returns[:k] = saved["phase"]["actions"], saved["returns"]
             replay(envs, saved["phase"], aux_obs[:k], saved["envs"])
             obs = load_env_states(envs, saved["envs"]).to(rollout.obs)
-        for iteration in range(step // args.batch_size, args.num_iterations):
+        while step < total_steps:
             learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
             for each in (optimizer, value_optimizer, aux_optimizer):
                 each.param_groups[0]["lr"] = learning_rate
 
             # ---- collect
-            k = iteration % args.n_pi
             if k == 0:
                 phase_start = env_states(envs, obs)
-            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
+            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run, world)
 
             # ---- learn
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-            metrics = update(agent, optimizer, value_optimizer, rollout, advantages, args)
+            metrics = update(agent, optimizer, value_optimizer, rollout, advantages, args, world)
 
             # ---- auxiliary phase
             batch = rollout._asdict()
             aux_obs[k], aux_actions[k], aux_returns[k] = rollout.obs, rollout.actions, advantages + rollout.values
-            if k == args.n_pi - 1 or iteration == args.num_iterations - 1:
+            if k == args.n_pi - 1 or step >= total_steps:
                 require_finite(step, metrics, batch)  # before a phase of many passes is spent on a broken network
                 batch = {"obs": aux_obs[: k + 1], "returns": aux_returns[: k + 1]}
-                metrics |= auxiliary_phase(agent, aux_optimizer, *batch.values(), args, step, run)
+                metrics |= auxiliary_phase(agent, aux_optimizer, *batch.values(), args, step, run, world)
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate}, batch)
@@ -786,6 +798,7 @@ def main(args: Args) -> Path:
 
     envs.close()
     evaluate.close()
+    world.leave()
     return run.path
 
 

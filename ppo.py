@@ -3,6 +3,7 @@
     python ppo.py --env-id starpilot
     python ppo.py --env-id coinrun --distribution-mode hard --num-levels 500 --total-timesteps 200000000
     python ppo.py --env-id CartPole-v1 --num-envs 8 --num-steps 128 --total-timesteps 200000 --gamma 0.99
+    torchrun --nproc-per-node 4 ppo.py --env-id starpilot    # 4 ranks with 64 environments each
 
 The defaults are those of the Procgen paper (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588) for the easy mode, as
 run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_procgen.py:
@@ -44,6 +45,7 @@ from common.errors import check_settings, one_line_errors, require
 from common.evaluation import Evaluator
 from common.memory import empty, micro_batches, to_device
 from common.run import Run, check_run
+from common.world import ALONE, World, join
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Args:
     num_threads: int = 4
     """C++ threads that step Procgen"""
     num_envs: int = 64
-    """environments stepped side by side (N)"""
+    """environments stepped side by side (N); of each rank, where torchrun starts several"""
     num_env_groups: int = 1
     """groups that take turns: with 2, Procgen steps one half of the environments while the policy acts for the other"""
 
@@ -159,10 +161,6 @@ class Args:
     @property
     def batch_size(self) -> int:
         return self.num_envs * self.num_steps
-
-    @property
-    def num_iterations(self) -> int:
-        return math.ceil(self.total_timesteps / self.batch_size)
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
@@ -380,6 +378,7 @@ def collect(
     step: int,
     reward_normalizer: RewardNormalizer | None,
     run: Run,
+    world: World = ALONE,
 ) -> tuple[Tensor, int]:
     """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
 
@@ -405,7 +404,7 @@ def collect(
                 final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
                 rollout.truncation_values[t, part.start + cut] = agent.get_value(final_obs)
             obs[part] = to_device(next_obs, obs.device)
-            run.episodes(step + (t + 1) * envs.num_envs, infos, part.start)
+            run.episodes(step + (t + 1) * envs.num_envs * world.size, infos, part.start)
 
     for _ in zip_longest(*(play(*group) for group in env_groups(envs))):  # in turn
         pass
@@ -413,7 +412,7 @@ def collect(
         rewards = reward_normalizer(rewards, dones)
     rollout.rewards.copy_(torch.as_tensor(rewards))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step + rewards.size
+    return obs, step + rewards.size * world.size
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -438,8 +437,9 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     return advantages
 
 
-def normalize_advantages(advantages: Tensor) -> Tensor:
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+def normalize_advantages(advantages: Tensor, world: World = ALONE) -> Tensor:
+    std, mean = world.std_mean(advantages)
+    return (advantages - mean) / (std + 1e-8)
 
 
 def policy_loss(
@@ -497,12 +497,17 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def update(
-    agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, advantages: Tensor, args: Args
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    advantages: Tensor,
+    args: Args,
+    world: World = ALONE,
 ) -> dict[str, Tensor]:
     """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics."""
     returns = advantages + rollout.values
     if args.norm_adv == "batch":
-        advantages = normalize_advantages(advantages)
+        advantages = normalize_advantages(advantages, world)
 
     history = []
     for _ in range(args.update_epochs):
@@ -512,10 +517,10 @@ def update(
                 for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
             )
             if args.norm_adv == "minibatch":
-                batch_advantages = normalize_advantages(batch_advantages)
+                batch_advantages = normalize_advantages(batch_advantages, world)
             optimizer.zero_grad()
             pieces = []
-            for piece in micro_batches([*minibatch, batch_advantages], args.micro_batch_size):
+            for piece in world.average_gradient(micro_batches([*minibatch, batch_advantages], args.micro_batch_size)):
                 obs, actions, logprobs, values, piece_returns, piece_advantages = piece
                 _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
                 pg_loss, metrics = policy_loss(new_logprobs, logprobs, piece_advantages, args.clip_coef)
@@ -529,7 +534,7 @@ def update(
             grad_norm = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
             history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
-        if args.target_kl is not None and history[-1]["losses/approx_kl"] > args.target_kl:
+        if args.target_kl is not None and world.mean(history[-1])["losses/approx_kl"] > args.target_kl:
             break
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
@@ -546,15 +551,17 @@ def main(args: Args) -> Path:
     args.validate()
     check_run(args)
     script = Path(__file__).name
-    args = replace(args, precision=resolve_precision(args.precision, args.device))
-    resumed = find_run(args, script)
+    world = join(args.device)  # with other ranks, where torchrun has started this process
+    args = world.own(replace(args, precision=resolve_precision(args.precision, args.device)))
+    resumed = find_run(args, script, world)
+    seed = world.seed(args.seed, resumed)
     device = setup_device(
-        args.device, seed=args.seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
+        args.device, seed=seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
     )
     envs = make_envs(
         args.env_id,
         args.num_envs,
-        seed=args.seed,
+        seed=seed,
         distribution_mode=args.distribution_mode,
         num_levels=args.num_levels,
         start_level=args.start_level,
@@ -569,33 +576,35 @@ def main(args: Args) -> Path:
     reward_normalizer = None
     if args.norm_reward:
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
-        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma)
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
+    iteration_steps = args.batch_size * world.size
+    total_steps = world.total_steps(args.total_timesteps, iteration_steps, resumed)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
-    total_steps = args.num_iterations * args.batch_size
-    evaluate = Evaluator(args, agent, device, args.batch_size, total_steps)
+    evaluate = Evaluator(args, agent, device, iteration_steps, total_steps, world)
     if args.init_from and not (resumed and resumed.checkpoint):
         load_weights(agent, args.init_from)
-    run = Run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
+    run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
-    step, obs = 0, torch.as_tensor(envs.reset(seed=args.seed)[0]).to(rollout.obs)
+    step, obs = run.step, torch.as_tensor(envs.reset(seed=seed)[0]).to(rollout.obs)
     parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
-    with Checkpoints(run, resumed, **parts) as checkpoints:
+    with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
+        world.share(agent)
         if checkpoints.loop:
-            step, obs = run.step, load_env_states(envs, checkpoints.loop["envs"]).to(rollout.obs)
-        for _ in range(step // args.batch_size, args.num_iterations):
+            obs = load_env_states(envs, checkpoints.loop["envs"]).to(rollout.obs)
+        while step < total_steps:
             learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate
 
             # ---- collect
-            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
+            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run, world)
 
             # ---- learn
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-            metrics = update(agent, optimizer, rollout, advantages, args)
+            metrics = update(agent, optimizer, rollout, advantages, args, world)
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())
@@ -604,6 +613,7 @@ def main(args: Args) -> Path:
 
     envs.close()
     evaluate.close()
+    world.leave()
     return run.path
 
 

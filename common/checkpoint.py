@@ -1,7 +1,8 @@
 """Checkpoints and exact resume: a run that dies and is resumed is the same run.
 
 After each iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory: parameters,
-optimisers, reward scale, random generators, the environments' own state, statistics, and how long each log is. The
+optimisers, reward scale, random generators, the environments' own state, statistics, and how long each log is. (Where
+several ranks make the run, it does so every ten seconds, and rank 0 keeps the copy for all of them.) The
 copy is written to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and whenever the run ends: by
 its last step, a signal, an error. So a signal never waits for an iteration to end, and loses that iteration alone.
 
@@ -27,6 +28,7 @@ import torch
 from common.env_state import decode, encode
 from common.errors import InputError, TrainingError, flag, hold_signals
 from common.run import Run, cannot_write, lock_folder, read_json, write_atomically
+from common.world import ALONE, World
 
 FORMAT = 1
 CONTENT = {"format": int, "script": str, "args": dict, "step": int, "made_with": str, "run": dict, "loop": dict}
@@ -38,6 +40,8 @@ MAY_CHANGE = {
     *("eval_interval", "eval_episodes", "eval_num_levels", "eval_start_level"),
 }
 ALL_STEPS = {"total_timesteps"}  # among them, but `auto` looks for a run of the same length
+PER_RANK = {"reward_normalizer"}  # parts that are not the same on all ranks
+RANKS_COPY_SECONDS = 10
 
 
 class Damaged(Exception):
@@ -91,19 +95,47 @@ def read_args(path: Path) -> dict[str, Any]:
     return settings
 
 
-def find_run(args: Any, script: str) -> Resumed | None:
+def find_run(args: Any, script: str, world: World = ALONE) -> Resumed | None:
     """Find, lock and read the run that `--resume` asks for; None for a new run.
 
-    `auto` takes the newest run in `--runs-dir` that has not ended, is not in use, and has the same settings.
+    `auto` takes the newest run in `--runs-dir` that has not ended, is not in use, and has the same settings and number
+    of ranks. Ranks that torchrun has restarted go on with the run that they were making.
 
     Raises:
         InputError: no such run, a setting that must not change, a run in use, or no checkpoint that can be read.
     """
-    if args.resume is None:
-        return None
-    if args.resume != "auto":
-        return open_run(Path(args.resume), args, script)
-    for path, finished in runs_of(args, script):
+    resumed = world.first(lambda: search(args, script, world), send=lambda found: found and found._replace(lock=None))
+    if resumed is None or resumed.checkpoint is None:
+        return resumed
+    return resumed._replace(checkpoint=of_rank(resumed.checkpoint, world))
+
+
+def of_rank(checkpoint: dict[str, Any], world: World) -> dict[str, Any]:
+    """A checkpoint as rank `world.rank` goes on from it; "loop" is None, and there is no "random", if it cannot."""
+    own = [{}, *checkpoint.get("other_ranks", [])]
+    checkpoint = {name: value for name, value in checkpoint.items() if name != "other_ranks"}
+    if len(own) == world.size:
+        return checkpoint | own[world.rank]
+    if world.rank == 0:
+        print(
+            f"note: another number of ranks ({len(own)} so far, now {world.size}): the run goes on from its "
+            "parameters, but with new environments, which draw other levels",
+            file=sys.stderr,
+        )
+    checkpoint = {name: value for name, value in checkpoint.items() if name != "random"} | {"loop": None}
+    if "reward_normalizer" in checkpoint:  # the new environments have no return as yet
+        scale = checkpoint["reward_normalizer"]
+        checkpoint["reward_normalizer"] = scale | {"returns": [0.0] * len(scale["returns"])}
+    return checkpoint
+
+
+def search(args: Any, script: str, world: World) -> Resumed | None:
+    """`find_run` on rank 0."""
+    if world.begun not in (None, "auto"):
+        return open_run(Path(world.begun), args, script, complete=True)  # a rank may have died at the very end
+    if "auto" not in (args.resume, world.begun):
+        return args.resume and open_run(Path(args.resume), args, script)
+    for path, finished in runs_of(args, script, world.size):
         if finished:
             continue
         try:
@@ -114,12 +146,13 @@ def find_run(args: Any, script: str) -> Resumed | None:
     return None
 
 
-def runs_of(args: Any, script: str) -> list[tuple[Path, bool]]:
+def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
     """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended."""
     found = []
     for path in Path(args.runs_dir).glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
-        if meta.get("script") == script and not differences(args, settings, ALL_STEPS):
+        same = meta.get("script") == script and meta.get("ranks", 1) == ranks
+        if same and not differences(args, settings, ALL_STEPS):
             found.append((str(meta.get("started")), path.stat().st_ctime_ns, path, bool(meta.get("finished"))))
     return [(path, finished) for *_, path, finished in sorted(found, reverse=True)]
 
@@ -130,7 +163,8 @@ def differences(args: Any, settings: dict[str, Any], also: set[str] = frozenset(
     return [name for name in fixed if name not in settings or settings[name] != getattr(args, name)]
 
 
-def open_run(path: Path, args: Any, script: str) -> Resumed:
+def open_run(path: Path, args: Any, script: str, complete: bool = False) -> Resumed:
+    """Lock and read a run; one that is complete only if `complete` allows it."""
     settings = read_args(path)
     try:
         lock = lock_folder(path)
@@ -143,7 +177,8 @@ def open_run(path: Path, args: Any, script: str) -> Resumed:
     else:
         settings, made_by = checkpoint["args"], checkpoint["script"]
         other_end = settings.get("total_timesteps") != args.total_timesteps
-        if checkpoint["step"] >= args.total_timesteps and (meta.get("finished") or other_end):
+        ended = checkpoint["step"] >= args.total_timesteps and (meta.get("finished") or other_end)
+        if ended and not complete:
             raise InputError(
                 f"--resume {path}: it has made {checkpoint['step']:,} steps: raise --total-timesteps to go on."
             )
@@ -284,20 +319,26 @@ class Checkpoints:
 
     Args:
         run: its folder, logs and settings.
-        resumed: what `find_run` has returned. `loop` is then what the script gave to `save`; else it is None.
+        resumed: what `find_run` has returned. `loop` is then what the script gave to `save`; else it is None, as where
+            the run goes on with another number of ranks.
+        world: the ranks that make the run. Each has a random generator, a reward scale and a `loop` of its own.
         agent: its parameters are also written as `model.pt`.
         parts: what else has a `state_dict` and belongs to the run; None is left out.
     """
 
-    def __init__(self, run: Run, resumed: Resumed | None, *, agent: torch.nn.Module, **parts: Any):
-        self.run, self.args, self.agent = run, run.args, agent
+    def __init__(
+        self, run: Run, resumed: Resumed | None, *, world: World = ALONE, agent: torch.nn.Module, **parts: Any
+    ):
+        self.run, self.args, self.agent, self.world = run, run.args, agent, world
         self.parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         self.folder = run.path / "checkpoints"
         self.loop = self.snapshot = self.written = None
-        self.last_write = time.monotonic()
+        self.last_write = self.last_copy = time.monotonic()
         checkpoint = resumed and resumed.checkpoint
         if checkpoint is not None:
             self.load(checkpoint)
+        if world.rank > 0:
+            return
         try:
             self.tidy()
             write_model(run.path, copy_to_cpu(agent.state_dict()), self.args, run.step)
@@ -313,11 +354,12 @@ class Checkpoints:
                         if "fused" in group:  # RMSprop has none
                             saved["fused"] = group["fused"]
                 part.load_state_dict(checkpoint[name])
-            set_random_states(checkpoint["random"], run.device)
+            if checkpoint["loop"] is not None:
+                set_random_states(checkpoint["random"], run.device)
             self.loop, self.written = checkpoint["loop"], checkpoint["step"]
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise InputError(f"--resume {run.path}: its checkpoint does not fit this script ({error!r}).") from error
-        if checkpoint["made_with"] != run.made_with:
+        if checkpoint["made_with"] != run.made_with and self.world.rank == 0:
             print(f"note: made with {checkpoint['made_with']}, resumed with {run.made_with}", file=sys.stderr)
 
     def tidy(self) -> None:
@@ -345,27 +387,49 @@ class Checkpoints:
         for (name, _), is_finite in zip(self.agent.named_parameters(), finite, strict=True):
             if not is_finite:
                 raise TrainingError(f"{name} is not finite after step {step:,}")
+        copies, writes = self.world.agree(self.due(step))
+        if not copies:
+            return
+        self.last_copy = time.monotonic()
+        self.world.compare(self.agent)
         content = {name: part.state_dict() for name, part in self.parts.items()}
-        self.snapshot = copy_to_cpu(content) | {
-            "format": FORMAT,
-            "script": self.run.script,
-            "args": dataclasses.asdict(self.args),
-            "step": step,
-            "made_with": self.run.made_with,
-            "run": self.run.state_dict(),
-            "random": random_states(self.run.device),
-            "loop": copy_to_cpu(loop),
-        }
-        if time.monotonic() - self.last_write >= 60 * self.args.checkpoint_interval:
-            self.last_write = time.monotonic()
-            try:
-                self.write()
-            except OSError as error:
-                last = "there is none yet" if self.written is None else f"the last is of step {self.written:,}"
-                print(
-                    f"warning: no checkpoint at step {step:,} ({error.strerror}), {last}; the run goes on",
-                    file=sys.stderr,
-                )
+        own = {name: content[name] for name in PER_RANK & content.keys()}
+        own = copy_to_cpu(own | {"random": random_states(self.run.device), "loop": loop})
+        ranks, statistics = self.world.gather(own), self.run.state_dict()
+        if ranks is not None:  # on rank 0
+            self.snapshot = copy_to_cpu(content) | {
+                "format": FORMAT,
+                "script": self.run.script,
+                "args": dataclasses.asdict(self.args),
+                "step": step,
+                "made_with": self.run.made_with,
+                "run": statistics,
+                **own,
+                "other_ranks": ranks[1:],
+            }
+            if writes:
+                self.write_or_warn()
+        if writes:
+            self.world.agree(None)  # wait for rank 0, however long it takes
+
+    def write_or_warn(self) -> None:
+        self.last_write = time.monotonic()
+        try:
+            self.write()
+        except OSError as error:
+            last = "there is none yet" if self.written is None else f"the last is of step {self.written:,}"
+            print(
+                f"warning: no checkpoint at step {self.snapshot['step']:,} ({error.strerror}), {last}; the run goes on",
+                file=sys.stderr,
+            )
+
+    def due(self, step: int) -> tuple[bool, bool]:
+        """Whether to take a copy now (of several ranks only every few seconds, for all send theirs to rank 0), and
+        whether to write it."""
+        now = time.monotonic()
+        writes = now - self.last_write >= 60 * self.args.checkpoint_interval
+        copies = self.world.size == 1 or step >= self.run.total_steps or now - self.last_copy >= RANKS_COPY_SECONDS
+        return copies or writes, writes
 
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
@@ -383,7 +447,7 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         hold_signals()
         path, unwritten = self.run.path, None
-        again = f"python {self.run.script} --resume {shlex.quote(str(path))}"
+        again = f"{self.world.launcher} {self.run.script} --resume {shlex.quote(str(path))}"
         try:
             self.write()
         except OSError as failure:
@@ -397,11 +461,13 @@ class Checkpoints:
             )
         elif isinstance(error, KeyboardInterrupt):
             self.run.finish("stopped")
-            print(*filter(None, [unwritten]), f"resume with: {again}", sep="\n", flush=True)
+            if self.world.rank == 0:
+                print(*filter(None, [unwritten]), f"resume with: {again}", sep="\n", flush=True)
         else:
             self.run.close()
         if isinstance(error, TrainingError):
-            batch = error.batch and write_batch(path / "bad_batch.pt", error.batch)
+            name = f"bad_batch.rank{self.world.rank}.pt" if self.world.rank else "bad_batch.pt"
+            batch = error.batch and write_batch(path / name, error.batch)
             model = f"its last good model is {path / 'model.pt'}"
             raise TrainingError(
                 "; ".join(filter(None, [f"{error}: the run stops", model, unwritten, batch or f"resume with: {again}"]))

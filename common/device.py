@@ -1,5 +1,6 @@
 """Device, seeds, number format and compiler of a run."""
 
+import os
 import random
 import re
 
@@ -39,10 +40,22 @@ def setup_device(
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn the `--device` flag into a `torch.device`. Raises InputError where that device is not there."""
+    """Turn the `--device` flag into a `torch.device`. Raises InputError where that device is not there.
+
+    Of the processes that torchrun has started on this machine, `auto` and `cuda` give each a GPU of its own.
+    """
     count = torch.cuda.device_count()
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if device == "auto":
-        return torch.device("cuda" if count else "cpu")
+        device = "cuda" if count else "cpu"
+    if ranks > 1 and device.startswith("cuda:"):
+        raise InputError(
+            f"--device {device} is one GPU for {ranks} ranks: use --device cuda, which gives each its own."
+        )
+    if ranks and count and device == "cuda":
+        if count < ranks:
+            raise InputError(f"{ranks} ranks need a GPU each, and there are {count}: lower --nproc-per-node.")
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     kind, _, index = device.partition(":")
     if device != "cpu" and not re.fullmatch(r"cuda(:[0-9]+)?", device):
         raise InputError(f"--device {device!r} is not known: use auto, cpu, cuda or cuda:N.")

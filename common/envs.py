@@ -5,6 +5,7 @@ ended, the observation it returns already belongs to the next one, and the rewar
 """
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -429,37 +430,60 @@ class RecordFirstEnv(VectorWrapper):
         super().close(**kwargs)
 
 
+def moments(x: np.ndarray) -> tuple[int, float, float]:
+    """Size, mean and variance of `x` [...]."""
+    return x.size, x.mean(), x.var()
+
+
 class RewardNormalizer:
     """Divide rewards by the running standard deviation of the discounted return, then clip them.
 
     The return R_t = r_t + gamma R_(t-1) is carried from call to call and starts anew where an episode does. A whole
     segment enters the statistics before it is scaled (as in OpenAI's phasic-policy-gradient; VecNormalize of baselines
     goes step by step). The mean is not subtracted: that would change which policy is best.
+
+    Args:
+        moments: of the returns; where several ranks train, `World.moments`, which joins those of all ranks.
     """
 
-    def __init__(self, num_envs: int, gamma: float, clip: float = 10.0, epsilon: float = 1e-8):
-        self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
+    def __init__(
+        self,
+        num_envs: int,
+        gamma: float,
+        clip: float = 10.0,
+        epsilon: float = 1e-8,
+        moments: Callable[[np.ndarray], tuple[int, float, float]] = moments,
+    ):
+        self.gamma, self.clip, self.epsilon, self.moments = gamma, clip, epsilon, moments
         self.returns = np.zeros(num_envs)  # R_(t-1), zero where an episode has just ended
         self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
 
-    def __call__(self, rewards: np.ndarray, dones: np.ndarray, envs: slice | list[int] = slice(None)) -> np.ndarray:
-        """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode.
+    def __call__(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
+        """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode."""
+        self.update(self.discounted_returns(rewards, dones))
+        return self.scale(rewards)
 
-        `envs` says which environments the segment is of, if not of all.
-        """
+    def discounted_returns(
+        self, rewards: np.ndarray, dones: np.ndarray, envs: slice | list[int] = slice(None)
+    ) -> np.ndarray:
+        """R_t [T, n] of a segment, which goes on from the one before; `envs` are the n environments, if not all."""
         returns = np.empty(rewards.shape)
         for t in range(len(rewards)):
             returns[t] = rewards[t] + self.gamma * self.returns[envs]
             self.returns[envs] = returns[t] * (1 - dones[t])
-        self.update(returns)
+        return returns
+
+    def scale(self, rewards: np.ndarray) -> np.ndarray:
+        """Divide rewards [...] by the present scale, and clip them; float32."""
         return np.clip(rewards / np.sqrt(self.var + self.epsilon), -self.clip, self.clip).astype(np.float32)
 
     def update(self, returns: np.ndarray) -> None:
         """Merge the moments of a batch into the running ones (Chan et al. 1979)."""
-        total = self.count + returns.size
-        delta = returns.mean() - self.mean
-        squares = self.var * self.count + returns.var() * returns.size + delta**2 * self.count * returns.size / total
-        self.mean += delta * returns.size / total
+        size, mean, var = self.moments(returns)
+        total = self.count + size
+        delta = mean - self.mean
+        squares = self.var * self.count + var * size + delta**2 * self.count * size / total
+        self.mean += delta * size / total
         self.var = squares / total
         self.count = total
 

@@ -46,7 +46,12 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (InputError, TrainingError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            from common.distributed import print_error
+
+            print_error(str(error))
         code = 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args else signal.SIGINT

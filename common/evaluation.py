@@ -20,6 +20,7 @@ from common.envs import ProcgenVectorEnv, finished_episodes, group_seed, make_en
 from common.errors import InputError
 from common.run import Run, mean
 from common.scores import normalized
+from common.world import ALONE, World
 
 EVALUATION = 10_000  # in the place of a group's number: seeds unlike those of environments that train
 POLICIES = {"stochastic": "eval", "greedy": "eval/greedy"}  # and their tags
@@ -144,15 +145,24 @@ class Evaluator:
         device: of the agent.
         iteration_steps: environment steps between calls.
         total_steps: environment steps at which the run will end.
+        world: of several ranks, the first evaluates and the others wait.
 
     Raises:
         InputError: the levels asked for cannot be.
     """
 
-    def __init__(self, args: Any, agent: torch.nn.Module, device: torch.device, iteration_steps: int, total_steps: int):
-        self.args, self.agent, self.device = args, agent, device
-        self.iteration_steps, self.total_steps = iteration_steps, total_steps
-        if not args.eval_interval:
+    def __init__(
+        self,
+        args: Any,
+        agent: torch.nn.Module,
+        device: torch.device,
+        iteration_steps: int,
+        total_steps: int,
+        world: World = ALONE,
+    ):
+        self.args, self.agent, self.device, self.world = args, agent, device, world
+        self.iteration_steps, self.total_steps, self.held_out = iteration_steps, total_steps, None
+        if not args.eval_interval or world.rank > 0:
             return
         self.games = args.env_id.split(",")
         num_envs, self.episodes_per_env = share_episodes(args.eval_episodes, args.num_envs, self.games)
@@ -177,6 +187,12 @@ class Evaluator:
         interval = self.args.eval_interval
         if not interval or (step % interval >= self.iteration_steps and step < self.total_steps):
             return
+        run.flush()
+        if self.world.rank == 0:
+            self.evaluate(step, run)
+        self.world.agree(None)
+
+    def evaluate(self, step: int, run: Run) -> None:
         metrics, rows, total = {}, [], self.held_out.envs.num_envs * self.episodes_per_env
         for policy, tag in POLICIES.items():
             returns, lengths = play(
@@ -201,5 +217,5 @@ class Evaluator:
         run.evaluation(step, metrics, rows)
 
     def close(self) -> None:
-        if self.args.eval_interval:
+        if self.held_out is not None:
             self.held_out.envs.close()

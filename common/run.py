@@ -130,6 +130,7 @@ class Run:
         device: shown in the header.
         total_steps: environment steps at which the run will end.
         resumed: what `find_run` has returned. The logs of the run are then cut back to where its checkpoint stands.
+        launcher, ranks: what starts the script, and how many processes make the run.
 
     Raises:
         InputError: the folder cannot be written, or Weights & Biases refuses (no login, say).
@@ -144,6 +145,8 @@ class Run:
         device: torch.device,
         total_steps: int,
         resumed: Any = None,
+        launcher: str = "python",
+        ranks: int = 1,
     ):
         self.args = args = dataclasses.replace(args, resume=None)  # which is asked of a process, not of the run
         self.script, self.device, self.total_steps = script, device, total_steps
@@ -151,7 +154,8 @@ class Run:
         state = (
             checkpoint["run"] if checkpoint else {"seconds": 0.0, "recent": [], "new_returns": [], "num_episodes": 0}
         )
-        meta = provenance(command(args, script), device) | {"script": script, "finished": None, "resumed": []}
+        meta = provenance(command(args, script, launcher), device)
+        meta |= {"script": script, "ranks": ranks, "finished": None, "resumed": []}
         changed = " with changes" if meta["dirty"] else ""
         versions = " ".join(f"{name}-{version}" for name, version in meta["versions"].items())
         self.made_with = f"commit {meta['commit']}{changed}, {versions}, {meta['machine']}"
@@ -212,7 +216,9 @@ class Run:
         task = f"{args.env_id} ({args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else args.env_id
         print(
             f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision} | "
-            f"{parameters:,} parameters | {path}" + (f" | resumed at step {self.step:,}" if resumed else ""),
+            f"{parameters:,} parameters | {path}"
+            + (f" | {ranks} ranks" if ranks > 1 else "")
+            + (f" | resumed at step {self.step:,}" if resumed else ""),
             flush=True,
         )
         self.bar = tqdm(
@@ -231,7 +237,8 @@ class Run:
         if not isinstance(first.get("resumed"), list):
             print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
             first = meta
-        return first | {"command": meta["command"], "finished": None, "resumed": [*first["resumed"], here]}
+        now = {name: meta[name] for name in ("command", "ranks")}
+        return first | now | {"finished": None, "resumed": [*first["resumed"], here]}
 
     def cut_logs(self, sizes: Mapping[str, int]) -> None:
         """Cut the logs back to `sizes`, in bytes by name: what was written after that will be written again."""
@@ -274,6 +281,9 @@ class Run:
             yield
         except OSError as error:
             raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
+
+    def flush(self) -> None:
+        """Nothing waits here; of several ranks, episodes do (`distributed.JoinedRun`)."""
 
     def episodes(self, step: int, infos: Mapping[str, Any], first_env: int = 0) -> None:
         """Record every episode that `infos` reports as finished: those of a step of a vector environment, whose
@@ -351,7 +361,7 @@ class Run:
             self.bar.refresh()
             return
         sps = step / (now - self.start)
-        left = timedelta(seconds=round((self.total_steps - step) / sps))
+        left = timedelta(seconds=max(0, round((self.total_steps - step) / sps)))
         if step >= self.total_steps and not last:  # PPG's closing auxiliary phase
             left = "not known"
         print(f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {text}  ETA {left}", flush=True)
@@ -409,9 +419,9 @@ def mean(values: Collection[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def command(args: Any, script: str) -> str:
+def command(args: Any, script: str, launcher: str = "python") -> str:
     """The command line that repeats a run: the script's name and each flag that differs from its default."""
-    words = ["python", script]
+    words = [*launcher.split(), script]
     for field in dataclasses.fields(args):
         value, name = getattr(args, field.name), flag(field.name)
         if value == field.default:

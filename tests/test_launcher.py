@@ -364,3 +364,36 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     assert sorted(len(meta["resumed"]) for meta in metas) == [0, 1]
     again = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
     assert "2 runs: 2 done" in again.stdout
+
+
+@pytest.mark.slurm
+def test_readmes_job_with_torchrun(slurm, tmp_path):
+    """On one node with two ranks on its cores; its time is up once."""
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n[^`]*torchrun[^`]*)```", (ROOT / "README.md").read_text())
+    small = (
+        "--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 60000 --device cpu --checkpoint-interval 1e9"
+    )
+    for there, here in (
+        ("--nodes=2", "--nodes=1"),
+        ("--gres=gpu:4 --cpus-per-task=32", "--cpus-per-task=2"),
+        ("--nproc-per-node 4", "--nproc-per-node 2"),
+        ("ppo.py --env-id starpilot", f"ppo.py --env-id CartPole-v1 --runs-dir {tmp_path}/runs {small}"),
+    ):
+        assert script.count(there) == 1, there
+        script = script.replace(there, here)
+    (tmp_path / "job.sh").write_text(script)
+    submitted = ["sbatch", "--parsable", "--output", str(tmp_path / "job.log"), str(tmp_path / "job.sh")]
+    job = subprocess.check_output(submitted, cwd=ROOT, text=True).strip()
+    runs, controller = tmp_path / "runs", SimpleNamespace(poll=lambda: None)
+    wait_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")), controller)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    queue = ["squeue", "-h", "-o", "%i %t"]
+    wait_for(lambda: f"{job} PD" in subprocess.check_output(queue, text=True), controller)
+    time.sleep(5)  # slurmd refuses a job that comes back at once
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
+    wait_for(lambda: not subprocess.check_output(queue, text=True), controller, seconds=300)
+    (path,) = run_folders(runs)
+    meta = json.loads((path / "meta.json").read_text())
+    assert (bool(meta["finished"]), meta["ranks"], len(meta["resumed"])) == (True, 2, 1), (
+        tmp_path / "job.log"
+    ).read_text()
