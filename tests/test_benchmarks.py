@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
 import precision
 import random_policy
+import scaling
 import throughput
 
 
@@ -80,10 +81,10 @@ def test_short_rollouts_keep_the_sizes_of_minibatches(algorithm):
             args.sample_fraction * args.batch_size * args.num_steps / args.num_minibatches for args in (default, short)
         ]
         assert sizes == [384, 384]
-        assert short.num_updates == 4
+        assert short.total_timesteps == 4 * short.batch_size * short.num_steps
     else:
         assert [args.batch_size / args.num_minibatches for args in (default, short)] == [2048, 2048]
-        assert short.num_iterations == 4
+        assert short.total_timesteps == 4 * short.batch_size
     if algorithm == "ppg":
         assert [args.num_aux_rollouts * args.num_steps for args in (default, short)] == [1024, 1024]
     short.validate()
@@ -215,3 +216,23 @@ def test_precision_from_run_folders_to_table(tmp_path, monkeypatch):
     assert "too few seeds" not in table
     assert "| mean of 1 tasks, in % of fp32 |" in table
     assert (tmp_path / "precision" / "precision.png").stat().st_size > 5000
+
+
+def test_scaling_runs_one_process_and_two_ranks(tmp_path):
+    scaling.main(scaling.Args(algorithms=("impala",), repeats=1, num_steps=4, iterations=2, device="cpu", out=tmp_path))
+    with (tmp_path / "cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["ranks"], float(row["steps_per_second"]) > 0) for row in rows] == [("1", True), ("2", True)]
+    assert float(rows[0]["waits"]) == 0 < float(rows[1]["waits"]) < 1
+    assert "| impala | 2 |" in (tmp_path / "cpu.md").read_text()
+
+
+def test_scaling_compares_in_each_round():
+    speeds = {("ppo", "1"): (100, 200), ("ppo", "2"): (150, 360)}
+    rows = [
+        {"algorithm": algorithm, "ranks": ranks, "steps_per_second": str(speed), "waits": "0.25"}
+        for (algorithm, ranks), values in speeds.items()
+        for speed in values
+    ]
+    *_, last = scaling.table(rows)
+    assert last == "| ppo | 2 | 255 [150, 360] | 1.65 [1.50, 1.80] | 25.0% |"

@@ -1,0 +1,144 @@
+"""Steps per second of the three scripts by number of ranks (torchrun), and how long ranks wait for each other.
+
+    python benchmarks/scaling.py                            # 1 and 2 ranks: 15 minutes on two cores
+    python benchmarks/scaling.py --ranks 1 2 4 8 --num-steps 256 --update-readme
+
+Each measurement is a run of a script on Procgen, with one process or under torchrun; numbers of ranks take turns
+(1 2 1 2 ...). Each rank has environments of its own, as many as the one process has. On a CPU, the ranks share its
+cores: PyTorch gets as many threads in each as there are cores for it. Rollouts are shorter than by default
+(`--num-steps`), in minibatches of the same size.
+
+Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json` and `.md` (the table) in `results/scaling/`.
+"""
+
+import csv
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from readme import fill
+from report import markdown
+from throughput import shorten, spread
+
+from common.device import resolve_device
+from common.errors import one_line_errors, require
+from common.run import command, provenance
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Args:
+    algorithms: tuple[str, ...] = ("ppo", "ppg", "impala")
+    """scripts to measure"""
+    ranks: tuple[int, ...] = (1, 2)
+    """numbers of ranks, on this machine; the first is what the others are compared with"""
+    env_id: str = "starpilot"
+    """a Procgen game"""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    repeats: int = 3
+    """measurements of each, in turn"""
+    num_steps: int = 32
+    """steps of each environment in an iteration"""
+    iterations: int = 6
+    """iterations that count, after one to warm up"""
+    from_csv: bool = False
+    """measure nothing: make the table from the CSV that is there"""
+    update_readme: bool = False
+    """also put the table into README.md"""
+    out: Path = ROOT / "benchmarks" / "results" / "scaling"
+    """where CSV and table go"""
+
+
+def measure(args: Args, algorithm: str, ranks: int) -> dict[str, float]:
+    """Steps per second of a run, and the share of the time that a rank waits for others (mean over the ranks)."""
+    script = importlib.import_module(algorithm)
+    settings = script.Args(env_id=args.env_id, device=args.device, precision="auto")
+    shorten(algorithm, settings, args.num_steps, args.iterations)
+    settings.total_timesteps *= ranks
+    if algorithm == "impala":
+        settings.log_interval = settings.batch_size * settings.num_steps * ranks
+    launcher, environment = shlex.quote(sys.executable), dict(os.environ)
+    if ranks > 1:
+        launcher += f" -m torch.distributed.run --standalone --nproc-per-node {ranks}"
+    if resolve_device(args.device).type == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        settings.runs_dir = folder
+        words = shlex.split(command(settings, f"{algorithm}.py", launcher))
+        result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        require(result.returncode == 0, f"{shlex.join(words)} has failed:\n{result.stderr}")
+        (run_dir,) = Path(folder).iterdir()
+        events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+        events.Reload()
+    warm_up = getattr(settings, "n_pi", 1) - 1
+    first, *_, last = events.Scalars("charts/SPS")[warm_up:]
+    shares = events.Scalars("charts/communication")[warm_up + 1 :] if ranks > 1 else []
+    return {
+        "steps_per_second": (last.step - first.step) / (last.wall_time - first.wall_time),
+        "waits": mean(each.value for each in shares) if shares else 0.0,
+    }
+
+
+def table(rows: list[dict[str, str]]) -> list[str]:
+    """A row for each script and number of ranks: medians, and minimum and maximum in brackets."""
+    groups, lines = {}, []
+    for row in rows:
+        groups.setdefault((row["algorithm"], int(row["ranks"])), []).append(row)
+    for (algorithm, ranks), group in groups.items():
+        base = next(each for (name, _), each in groups.items() if name == algorithm)
+        speeds, others = ([float(row["steps_per_second"]) for row in each] for each in (group, base))
+        speedups = [mine / theirs for mine, theirs in zip(speeds, others, strict=True)]
+        waits = f"{median(float(row['waits']) for row in group):.1%}" if ranks > 1 else "-"
+        lines.append([algorithm, str(ranks), spread(speeds), spread(speedups, 2), waits])
+    return markdown(["script", "ranks", "steps/s, all ranks", "x the first", "a rank waits for others"], lines)
+
+
+def main(args: Args) -> None:
+    unknown = set(args.algorithms) - {"ppo", "ppg", "impala"}
+    require(not unknown, f"--algorithms {', '.join(unknown)} is not known: use ppo, ppg, impala.")
+    require(min(args.ranks) > 0 and args.repeats > 0, "--ranks and --repeats cannot be below 1.")
+    device = resolve_device(args.device)
+    path = args.out / ("cpu.csv" if device.type == "cpu" else "gpu.csv")
+    if not args.from_csv:
+        args.out.mkdir(parents=True, exist_ok=True)
+        meta = provenance("python benchmarks/scaling.py " + shlex.join(sys.argv[1:]), device)
+        path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("algorithm", "ranks", "repeat", "steps_per_second", "waits"))
+            for algorithm in args.algorithms:
+                for repeat in range(args.repeats):
+                    for ranks in args.ranks:
+                        found = measure(args, algorithm, ranks)
+                        cells = (f"{value:.6g}" for value in found.values())
+                        writer.writerow((algorithm, ranks, repeat, *cells))
+                        file.flush()
+                        print(f"{algorithm}, {ranks} ranks: {found['steps_per_second']:.0f} steps/s", flush=True)
+    require(path.exists(), f"there is no {path}: leave --from-csv out to measure first.")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    meta = json.loads(path.with_suffix(".meta.json").read_text())
+    origin = f"Measured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command'].strip()}`."
+    text = "\n".join([*table(rows), "", origin, ""])
+    path.with_suffix(".md").write_text(text)
+    print(f"\n{text}")
+    if args.update_readme:
+        fill(ROOT / "README.md", f"scaling {path.stem}", text)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))
