@@ -52,7 +52,7 @@ class Args:
     """measurements of each, in turn"""
     num_steps: int = 32
     """steps of each environment in an iteration"""
-    iterations: int = 6
+    iterations: int = 4
     """iterations that count, after one to warm up"""
     from_csv: bool = False
     """measure nothing: make the table from the CSV that is there"""
