@@ -1,5 +1,7 @@
 """Parts of README.md that are made by scripts: what stands between `<!-- name -->` and `<!-- end of name -->`."""
 
+import csv
+import json
 from pathlib import Path
 
 
@@ -11,3 +13,14 @@ def fill(readme: Path, name: str, text: str) -> None:
     if not (found and found_end):
         raise SystemExit(f"error: {readme} has no lines {start.strip()} and {end} to put the text between: add them.")
     readme.write_text(before + start + text + end + after)
+
+
+def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:
+    """The rows of `path`, and a sentence on their origin from its .meta.json. Exits with a sentence without `path`."""
+    if not path.exists():
+        raise SystemExit(f"error: there is no {path}: leave --from-csv out to measure first.")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    meta = json.loads(path.with_suffix(".meta.json").read_text())
+    origin = f"Measured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command'].strip()}`."
+    return rows, origin

@@ -27,7 +27,7 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from readme import fill
+from readme import fill, read_measurement
 from report import markdown
 from throughput import shorten, spread
 
@@ -127,11 +127,7 @@ def main(args: Args) -> None:
                         writer.writerow((algorithm, ranks, repeat, *cells))
                         file.flush()
                         print(f"{algorithm}, {ranks} ranks: {found['steps_per_second']:.0f} steps/s", flush=True)
-    require(path.exists(), f"there is no {path}: leave --from-csv out to measure first.")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    meta = json.loads(path.with_suffix(".meta.json").read_text())
-    origin = f"Measured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command'].strip()}`."
+    rows, origin = read_measurement(path)
     text = "\n".join([*table(rows), "", origin, ""])
     path.with_suffix(".md").write_text(text)
     print(f"\n{text}")

@@ -508,18 +508,14 @@ def main(args: Args) -> None:
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         with path.open("w", newline="") as file:
             run_all(args, file)
-    if not path.exists():
-        raise SystemExit(f"error: there is no {path}: leave --from-csv out to measure first.")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    meta = json.loads(path.with_suffix(".meta.json").read_text())
-    text = f"{table(rows)}\nMeasured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command']}`.\n"
+    from readme import fill, read_measurement
+
+    rows, origin = read_measurement(path)
+    text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)
     chart(rows, path.with_suffix(".png"))
     print(f"\n{text}\n{path}, .md and .png are written.")
     if args.update_readme:
-        from readme import fill
-
         fill(ROOT / "README.md", f"throughput {name}", text)
 
 

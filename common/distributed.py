@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from common.convolution import build
 from common.device import resolve_device
-from common.envs import finished_episodes
 from common.errors import InputError, TrainingError, flag
 from common.run import Run, require_finite
 from common.world import World
@@ -87,8 +86,8 @@ class Ranks(World):
         self.seconds = 0.0  # that this process has waited for others
         with self.sending():
             self.store, *_ = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(self.meet(), self.store)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
+            self.met = dist.PrefixStore(self.meet(), self.store)
+            dist.init_process_group(backend, store=self.met, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
             self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
         begun = self.store.get("run").decode() if self.store.check(["run"]) else None
         restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
@@ -264,7 +263,15 @@ class Ranks(World):
         return JoinedRun(self, args, **rest)
 
     def leave(self) -> None:
-        self.agree(None)  # rank 0 has written its last checkpoint: while it does, the others can still start again
+        """Wait until all are done: rank 0 with its last checkpoint (until then the others can still start again), all
+        with what they send, for who closes a connection is an error to who still waits at its other end."""
+        with self.sending():
+            for word in ("done", "seen"):
+                self.met.set(f"{word}/{self.rank}", "")
+                everyone = [f"{word}/{rank}" for rank in range(self.size)]
+                # All must see that all are done; that all have seen it, only rank 0, which may be keeping the store.
+                while (word == "done" or self.rank == 0) and not self.met.check(everyone):
+                    time.sleep(0.02)
         dist.destroy_process_group()
 
 
@@ -292,9 +299,7 @@ class JoinedRun:
     def recent(self) -> Any:
         return self.run.recent if self.run else ()
 
-    def episodes(self, step: int, infos: Mapping[str, Any], first_env: int = 0) -> None:
-        for env, episodic_return, length in finished_episodes(infos):
-            self.episode(step, first_env + env, episodic_return, length)
+    episodes = Run.episodes  # by way of:
 
     def episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
         self.waiting.append((step, self.world.rank * self.args.num_envs + env, episodic_return, length))

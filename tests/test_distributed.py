@@ -343,9 +343,8 @@ def test_two_hosts_train_together(two_hosts, tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     (path,) = (tmp_path / "runs").iterdir()
     meta = json.loads((path / "meta.json").read_text())
-    # One torchrun may see the other's end as a change of members, and start the ranks once more: nothing is left to do.
-    steps = [each["step"] for each in meta["resumed"]]
-    assert (meta["ranks"], steps[:1], set(steps[1:]) <= {256}) == (2, [128], True)
+    resumed = [each["step"] for each in meta["resumed"]]
+    assert (meta["ranks"], resumed) == (2, [128]), outputs  # and not once more at the end
     gradient = 4 * sum(value.numel() for value in states[0].values())
     for name, link, _ in two_hosts:
         statistics = json.loads(subprocess.check_output(["ip", "-n", name, "-s", "-j", "link", "show", link]))
