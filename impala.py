@@ -89,6 +89,8 @@ class Args:
     """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
     init_from: str | None = None
     """start a new run with the weights of this run folder, model or checkpoint"""
+    init_heads: Literal["keep", "reset"] = "keep"
+    """with --init-from: also take the heads of policy and value, or start them anew"""
     checkpoint_interval: float = 5.0
     """minutes between checkpoints on disk; 0 for one after each update"""
     keep_checkpoints: int = 2
@@ -186,8 +188,9 @@ class Args:
     """width of the encoder's output"""
     hidden_dim: int = 64
     """width of the MLP's hidden layer (vector observations only)"""
-    init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "xavier_uniform"
-    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
+    init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "xavier_uniform"
+    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier's two, or identity, which leaves
+    PyTorch's"""
 
     def validate(self) -> None:
         """Raise InputError for sizes that cannot work, before anything is started."""
@@ -232,17 +235,23 @@ INIT_SCALES = {
     "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
     "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
     "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
+    "xavier_normal": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
 }
 
 
 def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0. With
+    "identity" it stays as it is."""
+    if init_fn == "identity":
+        return layer
     scale = INIT_SCALES[init_fn][role]
     if init_fn == "normed":
         rows = layer.weight.data.flatten(1)
         layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
     elif init_fn == "orthogonal":
         nn.init.orthogonal_(layer.weight, scale)
+    elif init_fn == "xavier_normal":
+        nn.init.xavier_normal_(layer.weight, scale)
     else:
         nn.init.xavier_uniform_(layer.weight, scale)
     nn.init.zeros_(layer.bias)
@@ -768,7 +777,7 @@ def main(args: Args) -> Path:
     total_steps = world.total_steps(args.total_timesteps, batch_steps, resumed)
     evaluate = Evaluator(args, agent, device, batch_steps, total_steps, world)
     if args.init_from and not (resumed and resumed.checkpoint):
-        load_weights(agent, args.init_from)
+        load_weights(agent, args.init_from, args.init_heads)
     run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         groups[0] = RecordFirstEnv(groups[0], run.path / "videos")

@@ -51,6 +51,7 @@ from common.env_state import env_states, load_env_states, recording, replay
 from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
 from common.errors import check_settings, one_line_errors, require
 from common.evaluation import Evaluator
+from common.intrinsic import check_intrinsic, make_intrinsic
 from common.memory import empty, frame_store, micro_batches, to_device
 from common.run import Run, check_run, require_finite
 from common.world import ALONE, World, join
@@ -80,6 +81,8 @@ class Args:
     """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
     init_from: str | None = None
     """start a new run with the weights of this run folder, model or checkpoint"""
+    init_heads: Literal["keep", "reset"] = "keep"
+    """with --init-from: also take the heads of policy and value, or start them anew"""
     checkpoint_interval: float = 5.0
     """minutes between checkpoints on disk; 0 for one after each iteration"""
     keep_checkpoints: int = 2
@@ -174,6 +177,16 @@ class Args:
     num_aux_grad_accum: int = 1
     """how many times `num_aux_rollouts` enter one gradient step of the auxiliary phase"""
 
+    # ---- intrinsic rewards (common/intrinsic.py)
+    intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
+    """also reward what is new: by random network distillation, or by the intrinsic curiosity module"""
+    intrinsic_coef: float = 0.5
+    """weight of their advantages, beside 1 for those of the task's rewards"""
+    intrinsic_gamma: float = 0.99
+    """their discount factor"""
+    pretraining: bool = False
+    """learn from them alone: the task's rewards have weight 0"""
+
     # ---- networks
     arch: Literal["detach", "dual", "shared"] = "detach"
     """detach: one encoder that the value head sends no gradient to; dual: an encoder each for policy and value;
@@ -182,8 +195,9 @@ class Args:
     """width of the encoder's output"""
     hidden_dim: int = 64
     """width of the MLP's hidden layer (vector observations only)"""
-    init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "normed"
-    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
+    init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "normed"
+    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier's two, or identity, which leaves
+    PyTorch's"""
 
     @property
     def batch_size(self) -> int:
@@ -196,14 +210,16 @@ class Args:
             positive="total_timesteps keep_checkpoints eval_episodes num_envs num_env_groups num_steps num_minibatches "
             "e_policy e_value clip_coef clip_coef_vf max_grad_norm target_kl kl_penalty n_pi e_aux num_aux_rollouts "
             "num_aux_grad_accum micro_batch_size feature_dim hidden_dim",
-            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef beta_clone",
-            fractions="gamma gae_lambda norm_reward_gamma",
+            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef beta_clone "
+            "intrinsic_coef",
+            fractions="gamma gae_lambda norm_reward_gamma intrinsic_gamma",
         )
         require(
             self.num_envs % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs} (a minibatch is made "
             "of whole environments): change one of the two.",
         )
+        check_intrinsic(self)
         require(self.batch_size > 1, "one step of one environment is no batch: raise --num-steps or --num-envs.")
         require(
             self.norm_adv != "minibatch" or self.num_minibatches < self.batch_size,
@@ -225,17 +241,23 @@ INIT_SCALES = {
     "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
     "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
     "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
+    "xavier_normal": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
 }
 
 
 def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0. With
+    "identity" it stays as it is."""
+    if init_fn == "identity":
+        return layer
     scale = INIT_SCALES[init_fn][role]
     if init_fn == "normed":
         rows = layer.weight.data.flatten(1)
         layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
     elif init_fn == "orthogonal":
         nn.init.orthogonal_(layer.weight, scale)
+    elif init_fn == "xavier_normal":
+        nn.init.xavier_normal_(layer.weight, scale)
     else:
         nn.init.xavier_uniform_(layer.weight, scale)
     nn.init.zeros_(layer.bias)
@@ -558,11 +580,11 @@ def update(
     value_optimizer: torch.optim.Optimizer,
     rollout: Rollout,
     advantages: Tensor,
+    returns: Tensor,
     args: Args,
     world: World = ALONE,
 ) -> dict[str, Tensor]:
     """Policy phase: train on a rollout in minibatches of whole environments. Returns the means of the metrics."""
-    returns = advantages + rollout.values
     if args.norm_adv == "batch":
         advantages = normalize_advantages(advantages, world)
 
@@ -739,6 +761,7 @@ def main(args: Args) -> Path:
     if args.norm_reward:
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
+    intrinsic = make_intrinsic(args, observation_space, action_space, args.e_value, world, device)
     iteration_steps = args.batch_size * world.size
     total_steps = world.total_steps(args.total_timesteps, iteration_steps, resumed)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
@@ -749,13 +772,13 @@ def main(args: Args) -> Path:
     aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
     evaluate = Evaluator(args, agent, device, iteration_steps, total_steps, world)
     if args.init_from and not (resumed and resumed.checkpoint):
-        load_weights(agent, args.init_from)
+        load_weights(agent, args.init_from, args.init_heads)
     run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
     step, k, obs = run.step, 0, torch.as_tensor(envs.reset(seed=seed)[0]).to(rollout.obs)
-    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
+    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic}
     parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
     with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
         world.share(agent)
@@ -779,11 +802,14 @@ def main(args: Args) -> Path:
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-            metrics = update(agent, optimizer, value_optimizer, rollout, advantages, args, world)
+            returns, metrics = advantages + rollout.values, {}
+            if intrinsic is not None:
+                advantages, returns, metrics = intrinsic(rollout, obs, advantages, compute_gae)
+            metrics |= update(agent, optimizer, value_optimizer, rollout, advantages, returns, args, world)
 
             # ---- auxiliary phase
             batch = rollout._asdict()
-            aux_obs[k], aux_actions[k], aux_returns[k] = rollout.obs, rollout.actions, advantages + rollout.values
+            aux_obs[k], aux_actions[k], aux_returns[k] = rollout.obs, rollout.actions, returns
             if k == args.n_pi - 1 or step >= total_steps:
                 require_finite(step, metrics, batch)  # before a phase of many passes is spent on a broken network
                 batch = {"obs": aux_obs[: k + 1], "returns": aux_returns[: k + 1]}

@@ -43,6 +43,7 @@ from common.env_state import env_states, load_env_states
 from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
 from common.errors import check_settings, one_line_errors, require
 from common.evaluation import Evaluator
+from common.intrinsic import check_intrinsic, make_intrinsic
 from common.memory import empty, micro_batches, to_device
 from common.run import Run, check_run
 from common.world import ALONE, World, join
@@ -72,6 +73,8 @@ class Args:
     """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
     init_from: str | None = None
     """start a new run with the weights of this run folder, model or checkpoint"""
+    init_heads: Literal["keep", "reset"] = "keep"
+    """with --init-from: also take the heads of policy and value, or start them anew"""
     checkpoint_interval: float = 5.0
     """minutes between checkpoints on disk; 0 for one after each iteration"""
     keep_checkpoints: int = 2
@@ -150,13 +153,24 @@ class Args:
     norm_reward_gamma: float | None = 0.99
     """discount factor of the return that rewards are scaled by; None for gamma"""
 
+    # ---- intrinsic rewards (common/intrinsic.py)
+    intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
+    """also reward what is new: by random network distillation, or by the intrinsic curiosity module"""
+    intrinsic_coef: float = 0.5
+    """weight of their advantages, beside 1 for those of the task's rewards"""
+    intrinsic_gamma: float = 0.99
+    """their discount factor"""
+    pretraining: bool = False
+    """learn from them alone: the task's rewards have weight 0"""
+
     # ---- networks
     feature_dim: int = 256
     """width of the encoder's output"""
     hidden_dim: int = 64
     """width of the MLP's hidden layer (vector observations only)"""
-    init_fn: Literal["normed", "orthogonal", "xavier_uniform"] = "xavier_uniform"
-    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, or Xavier-uniform"""
+    init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "xavier_uniform"
+    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier's two, or identity, which leaves
+    PyTorch's"""
 
     @property
     def batch_size(self) -> int:
@@ -168,14 +182,15 @@ class Args:
             self,
             positive="total_timesteps keep_checkpoints eval_episodes num_envs num_env_groups num_steps num_minibatches "
             "update_epochs clip_coef clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
-            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef",
-            fractions="gamma gae_lambda norm_reward_gamma",
+            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef intrinsic_coef",
+            fractions="gamma gae_lambda norm_reward_gamma intrinsic_gamma",
         )
         require(
             self.batch_size % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
             f"{self.num_steps} steps = {self.batch_size}: change one of the three.",
         )
+        check_intrinsic(self)
         require(self.batch_size > 1, "one step of one environment is no batch: raise --num-steps or --num-envs.")
         require(
             self.norm_adv != "minibatch" or self.num_minibatches < self.batch_size,
@@ -191,17 +206,23 @@ INIT_SCALES = {
     "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
     "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
     "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
+    "xavier_normal": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
 }
 
 
 def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0. With
+    "identity" it stays as it is."""
+    if init_fn == "identity":
+        return layer
     scale = INIT_SCALES[init_fn][role]
     if init_fn == "normed":
         rows = layer.weight.data.flatten(1)
         layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
     elif init_fn == "orthogonal":
         nn.init.orthogonal_(layer.weight, scale)
+    elif init_fn == "xavier_normal":
+        nn.init.xavier_normal_(layer.weight, scale)
     else:
         nn.init.xavier_uniform_(layer.weight, scale)
     nn.init.zeros_(layer.bias)
@@ -501,11 +522,11 @@ def update(
     optimizer: torch.optim.Optimizer,
     rollout: Rollout,
     advantages: Tensor,
+    returns: Tensor,
     args: Args,
     world: World = ALONE,
 ) -> dict[str, Tensor]:
     """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics."""
-    returns = advantages + rollout.values
     if args.norm_adv == "batch":
         advantages = normalize_advantages(advantages, world)
 
@@ -577,18 +598,19 @@ def main(args: Args) -> Path:
     if args.norm_reward:
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
+    intrinsic = make_intrinsic(args, observation_space, action_space, args.update_epochs, world, device)
     iteration_steps = args.batch_size * world.size
     total_steps = world.total_steps(args.total_timesteps, iteration_steps, resumed)
     rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
     evaluate = Evaluator(args, agent, device, iteration_steps, total_steps, world)
     if args.init_from and not (resumed and resumed.checkpoint):
-        load_weights(agent, args.init_from)
+        load_weights(agent, args.init_from, args.init_heads)
     run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
     if args.capture_video:
         envs = RecordFirstEnv(envs, run.path / "videos")
 
     step, obs = run.step, torch.as_tensor(envs.reset(seed=seed)[0]).to(rollout.obs)
-    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer}
+    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic}
     with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
         world.share(agent)
         if checkpoints.loop:
@@ -604,7 +626,10 @@ def main(args: Args) -> Path:
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-            metrics = update(agent, optimizer, rollout, advantages, args, world)
+            returns, metrics = advantages + rollout.values, {}
+            if intrinsic is not None:
+                advantages, returns, metrics = intrinsic(rollout, obs, advantages, compute_gae)
+            metrics |= update(agent, optimizer, rollout, advantages, returns, args, world)
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())

@@ -266,8 +266,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def load_weights(agent: torch.nn.Module, source: str) -> None:
+def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "reset"] = "keep") -> None:
     """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
+
+    With `heads` "reset", its own heads (what is in modules named `..._head`) stay, whatever those of `source` are.
 
     Raises:
         InputError: there are none, or they are of another network.
@@ -279,6 +281,9 @@ def load_weights(agent: torch.nn.Module, source: str) -> None:
     except Damaged as error:
         raise InputError(f"--init-from {source}: {path} {error}.") from error
     own = agent.state_dict()
+    if heads == "reset":
+        weights = {name: value for name, value in weights.items() if "_head." not in name}
+        weights |= {name: value for name, value in own.items() if "_head." in name}
     wrong = [name for name in own if getattr(weights.get(name), "shape", None) != own[name].shape]
     if wrong or weights.keys() != own.keys():
         name = next(iter(wrong or weights.keys() - own.keys()))
@@ -393,7 +398,7 @@ class Checkpoints:
         self.last_copy = time.monotonic()
         self.world.compare(self.agent)
         content = {name: part.state_dict() for name, part in self.parts.items()}
-        own = {name: content[name] for name in PER_RANK & content.keys()}
+        own = {name: content.pop(name) for name in PER_RANK & content.keys()}
         own = copy_to_cpu(own | {"random": random_states(self.run.device), "loop": loop})
         ranks, statistics = self.world.gather(own), self.run.state_dict()
         if ranks is not None:  # on rank 0

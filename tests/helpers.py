@@ -24,6 +24,11 @@ class Silent:
         pass
 
 
+def estimates(rollout, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and value targets, as the scripts hand them to `update`."""
+    return advantages, advantages + rollout.values
+
+
 def load(script: ModuleType, run_dir: Path):
     """The agent and the Args of a finished run."""
     saved = torch.load(run_dir / "model.pt", weights_only=True)

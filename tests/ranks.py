@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers import Silent
+from helpers import Silent, estimates
 from torch.nn.utils import parameters_to_vector
 
 import impala
@@ -69,7 +69,7 @@ def learn(case: str, world: World) -> torch.Tensor:
         else:
             rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
             optimizers = [optimizer] * (2 if name == "ppg" else 1)
-            script.update(agent, *optimizers, rollout, advantages, args, world)
+            script.update(agent, *optimizers, rollout, *estimates(rollout, advantages), args, world)
     return parameters_to_vector(agent.parameters()).detach()
 
 

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import Silent
+from helpers import Silent, estimates
 from torch.nn.utils import parameters_to_vector
 
 import impala
@@ -60,7 +60,8 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, p
         )  # fmt: skip
         rollout = script.Rollout(*(x.to(device) for x in rollout))
         optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-        metrics = script.update(agent, *optimizers, rollout, torch.randn(8, 6, dtype=dtype).to(device), args)
+        advantages = torch.randn(8, 6, dtype=dtype).to(device)
+        metrics = script.update(agent, *optimizers, rollout, *estimates(rollout, advantages), args)
         if script is ppg:
             phase = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
             metrics |= ppg.auxiliary_phase(agent, optimizer, *phase, args, 0, Silent())
@@ -127,11 +128,11 @@ def test_behaviour_and_training_passes_agree(script, precision):
         with torch.no_grad():
             rollout.actions[t], rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(rollout.obs[t])
     optimizers = [torch.optim.Adam(agent.parameters(), lr=1e-2) for _ in range(1 if script is ppo else 2)]
-    metrics = script.update(agent, *optimizers, rollout, torch.randn(8, 8), args)
+    metrics = script.update(agent, *optimizers, rollout, *estimates(rollout, torch.randn(8, 8)), args)
     assert metrics["losses/initial_ratio_deviation"] < 1e-3
     assert metrics["losses/ratio_deviation"] > 1e-2  # later minibatches are learnt from with a changed policy
     rollout.logprobs[:] += 0.05
-    metrics = script.update(agent, *optimizers, rollout, torch.randn(8, 8), args)
+    metrics = script.update(agent, *optimizers, rollout, *estimates(rollout, torch.randn(8, 8)), args)
     assert metrics["losses/initial_ratio_deviation"] > 1e-3
 
 

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import Silent
+from helpers import Silent, estimates
 
 import impala
 import ppg
@@ -67,7 +67,7 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
         last_value = agent.get_value(rollout.obs[0])
     advantages = script.compute_gae(rollout, last_value, 0.99, 0.95)
     optimizers = [torch.optim.Adam(agent.parameters()) for _ in range(1 if script is ppo else 2)]
-    metrics = script.update(agent, *optimizers, rollout, advantages, args)
+    metrics = script.update(agent, *optimizers, rollout, *estimates(rollout, advantages), args)
     if script is ppg:
         obs, returns = (
             torch.empty(2, *rollout.obs.shape, dtype=torch.uint8, device=meta),

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers import estimates
 
 import ppg
 import ppo
@@ -163,7 +164,7 @@ def test_update_follows_the_gradient_of_the_weighted_sum(script, space):
 
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
     optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-    script.update(agent, *optimizers, rollout, advantages, args)
+    script.update(agent, *optimizers, rollout, *estimates(rollout, advantages), args)
     for name, parameter in agent.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], msg=name)
 
@@ -187,7 +188,8 @@ def test_advantages_are_normalised_over_the_minibatch_or_the_batch(script, monke
         optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
         advantages = 5 + 2 * torch.randn(8, 4)
         seen.clear()
-        script.update(agent, *optimizers, random_rollout(script, space, agent, 8, 4), advantages, args)
+        rollout = random_rollout(script, space, agent, 8, 4)
+        script.update(agent, *optimizers, rollout, *estimates(rollout, advantages), args)
         first, epoch = seen[0], torch.cat(seen[:2])
         assert len(first) == 16
         if norm_adv == "minibatch":
@@ -208,7 +210,7 @@ def test_ppo_visits_every_step_once_an_epoch(monkeypatch):
     seen = []
     forward = agent.get_action_and_value
     monkeypatch.setattr(agent, "get_action_and_value", lambda obs, action: seen.append(obs) or forward(obs, action))
-    ppo.update(agent, torch.optim.Adam(agent.parameters()), rollout, torch.randn(8, 4), args)
+    ppo.update(agent, torch.optim.Adam(agent.parameters()), rollout, *estimates(rollout, torch.randn(8, 4)), args)
     everything = sorted(rollout.obs.flatten(0, 1).tolist())
     for epoch in range(3):
         assert sorted(torch.cat(seen[4 * epoch : 4 * epoch + 4]).tolist()) == everything
@@ -223,7 +225,8 @@ def test_target_kl_stops_the_epochs():
         args = ppo.Args(num_envs=4, num_steps=8, num_minibatches=2, update_epochs=5, target_kl=target_kl)
         agent = ppo.Agent(VECTOR, space, args)
         optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
-        ppo.update(agent, optimizer, random_rollout(ppo, space, agent, 8, 4), torch.randn(8, 4), args)
+        rollout = random_rollout(ppo, space, agent, 8, 4)
+        ppo.update(agent, optimizer, rollout, *estimates(rollout, torch.randn(8, 4)), args)
         steps[target_kl] = int(optimizer.state[agent.value_head.weight]["step"])
     assert steps == {None: 10, 1e-9: 2}
 

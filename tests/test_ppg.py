@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import Silent
+from helpers import Silent, estimates
 
 import ppg
 
@@ -58,7 +58,7 @@ def run_update(agent: ppg.Agent, args: ppg.Args, lr: float = 0.01, value_lr: flo
     """One policy phase update; returns its two optimisers."""
     optimizer, value_optimizer = (torch.optim.Adam(agent.parameters(), lr=rate) for rate in (lr, value_lr))
     rollout = random_rollout(agent, agent.action_space)
-    ppg.update(agent, optimizer, value_optimizer, rollout, torch.randn(T, N), args)
+    ppg.update(agent, optimizer, value_optimizer, rollout, *estimates(rollout, torch.randn(T, N)), args)
     return optimizer, value_optimizer
 
 
@@ -159,7 +159,7 @@ def test_minibatches_are_whole_environments(monkeypatch):
     forward = agent.get_action_and_value
     monkeypatch.setattr(agent, "get_action_and_value", lambda obs, action: seen.append(obs) or forward(obs, action))
     optimizer = torch.optim.Adam(agent.parameters())
-    ppg.update(agent, optimizer, optimizer, rollout, torch.randn(T, N), args)
+    ppg.update(agent, optimizer, optimizer, rollout, *estimates(rollout, torch.randn(T, N)), args)
     counts = [torch.bincount(obs[:, 0].long(), minlength=N) for obs in seen]
     assert len(counts) == 2
     assert all(sorted(count.tolist()) == [0, 0, T, T] for count in counts)
