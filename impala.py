@@ -73,7 +73,7 @@ class Args:
     """seed of the networks, the action draws and the environments"""
     device: str = "auto"
     """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     """number format in the convolutional encoder (on a GPU, fp32 convolutions run in TF32), all else is float32 in any
     case; auto: bf16 on a processor with instructions for it"""
     micro_batch_size: int | None = None

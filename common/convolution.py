@@ -69,7 +69,9 @@ def residual_block(x: Tensor, conv0: nn.Conv2d, conv1: nn.Conv2d) -> Tensor:
 
 def suits(x: Tensor) -> bool:
     """Whether there are kernels for such a tensor here."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu" or not x.numel():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not x.numel():  # those keep PyTorch's
+        return False
+    if type(x) is not Tensor or x.device.type != "cpu":
         return False
     if x.dim() != 4 or x.dtype not in (torch.float32, torch.bfloat16):
         return False

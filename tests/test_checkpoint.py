@@ -32,12 +32,15 @@ import impala
 import ppg
 import ppo
 from common import checkpoint, errors
+from common.device import resolve_precision
 from common.env_state import decode, encode, env_states, load_env_states, same
 from common.envs import make_envs
 from common.errors import InputError, TrainingError
 from common.run import Run, command, lock_folder
 
 ROOT = Path(__file__).parent.parent
+AUTO = resolve_precision("auto", "cpu")
+OTHER = "fp32" if AUTO == "bf16" else "bf16"
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 
@@ -543,7 +546,7 @@ def test_a_run_cannot_be_made_shorter_than_it_is(run_copy, total):
         ({"learning_rate": 1e-5}, "--learning-rate 1e-05 (there: "),
         ({"seed": 5}, "--seed 5 (there: 4)"),
         ({"num_envs": 8}, "--num-envs 8 (there: 4)"),
-        ({"precision": "bf16"}, "--precision bf16 (there: fp32)"),
+        ({"precision": OTHER}, f"--precision {OTHER} (there: {AUTO})"),
         ({"gamma": 0.9, "env_id": "Pendulum-v1"}, "--env-id Pendulum-v1 (there: CartPole-v1), --gamma 0.9"),
         ({"init_from": "runs/x"}, "--init-from runs/x (there: None)"),
     ],

@@ -1,0 +1,89 @@
+"""Write a run's policy as TorchScript: a file that runs without this code, in Python or C++.
+
+    python benchmarks/export.py runs/starpilot__ppg__1__1795202643 --out policy.pt
+
+The exported policy takes a batch of observations, uint8 frames [B, height, width, channels] or float32 vectors
+[B, size], and returns the parameters of the action distributions, float32 [B, P] (of discrete actions the logits), as
+`get_action_dist` makes them, in float32 throughout. With an LSTM it takes and returns the state [2, B, H], too, which
+is zero where an episode starts. It is compared with the agent before it is written.
+"""
+
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from evaluate import load
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.envs import make_envs
+from common.errors import TrainingError, one_line_errors, require
+
+TOLERANCE = 1e-4  # of logits: PyTorch's kernels and ours add up in another order
+
+
+@dataclass
+class Args:
+    run_dir: tyro.conf.Positional[Path]
+    """folder of the run"""
+    out: Path
+    """file to write"""
+
+
+class Policy(nn.Module):
+    """What is exported of an agent."""
+
+    def __init__(self, agent: nn.Module):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, obs: Tensor, state: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if not hasattr(self.agent, "step"):
+            return self.agent.get_policy(obs)
+        params, _, next_state = self.agent.step(obs, self.agent.initial_state(len(obs)) if state is None else state)
+        return params if state is None else (params, next_state)
+
+
+def export(run_dir: Path, out: Path) -> torch.jit.ScriptModule:
+    """Write the policy of a run to `out`, and return it.
+
+    Raises:
+        InputError: there is no such run.
+        TrainingError: the exported policy does not give what the agent does.
+    """
+    args, agent = load(run_dir, torch.device("cpu"))
+    agent.bf16 = False
+    envs = make_envs(args.env_id, 8 * len(args.env_id.split(",")), seed=1, distribution_mode=args.distribution_mode)
+    obs = torch.as_tensor(envs.reset(seed=1)[0])
+    envs.close()
+    inputs = (obs,)
+    if getattr(agent, "lstm", None) is not None:
+        inputs += (torch.randn_like(agent.initial_state(len(obs))),)
+    policy = Policy(agent).eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of sizes that might be kept: see below
+        scripted = torch.jit.freeze(torch.jit.trace(policy, inputs))
+        for size in (len(obs), 1):  # and another batch than the one that it was traced with
+            batch = tuple(x[:, :size] if x is not obs else x[:size] for x in inputs)
+            expected, found = policy(*batch), scripted(*batch)
+            for mine, theirs in zip(*((x,) if isinstance(x, Tensor) else x for x in (expected, found)), strict=True):
+                error = (mine - theirs).abs().max().item()
+                if not error <= TOLERANCE:
+                    raise TrainingError(f"the exported policy differs from the agent, by up to {error:.3g}")
+        scripted.save(str(out))
+    return scripted
+
+
+def main(args: Args) -> None:
+    require(args.out.parent.is_dir(), f"--out {args.out}: there is no folder {args.out.parent}.")
+    export(args.run_dir, args.out)
+    print(f"{args.out} gives the same as the agent of {args.run_dir} (within {TOLERANCE}, float32).")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))

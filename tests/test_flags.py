@@ -1,0 +1,180 @@
+"""No flag is ignored: each that says what is learnt, and how, leaves other parameters behind."""
+
+import dataclasses
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from helpers import parameters
+
+import impala
+import ppg
+import ppo
+
+SCRIPTS = {script.__name__: script for script in (ppo, ppg, impala)}
+# Of runs this short everything is deterministic, IMPALA's with its actors in the learner's thread.
+SMALL = {
+    "env_id": "CartPole-v1", "device": "cpu", "num_envs": 4, "num_steps": 8, "num_minibatches": 2,
+    "total_timesteps": 128, "learning_rate": 0.01,
+}  # fmt: skip
+OWN = {
+    "ppo": {},
+    "ppg": {"n_pi": 4, "e_aux": 2},
+    "impala": {"batch_size": 4, "num_actors": 0},
+}
+# Another value of each flag and, where it needs them, settings that the run to compare with has, too.
+OTHERS = {
+    "seed": (2, {}),
+    "env_id": ("Acrobot-v1", {}),
+    "num_envs": (8, {}),
+    "total_timesteps": (192, {}),
+    "num_steps": (16, {}),
+    "learning_rate": (0.02, {}),
+    "anneal_lr": (True, {}),
+    "adam_eps": (0.1, {}),
+    "rmsprop_eps": (0.1, {"optimizer": "rmsprop"}),
+    "optimizer": ("rmsprop", {}),
+    "gamma": (0.5, {}),
+    "gae_lambda": (0.5, {}),
+    "vtrace_lambda": (0.5, {}),
+    "num_minibatches": (4, {}),
+    "sample_fraction": (0.5, {}),
+    "batch_size": (2, {}),
+    "update_epochs": (2, {}),
+    "e_policy": (2, {}),
+    "e_value": (2, {}),
+    "n_pi": (2, {}),
+    "e_aux": (3, {}),
+    "beta_clone": (0.0, {}),
+    "num_aux_rollouts": (2, {}),
+    "num_aux_grad_accum": (2, {}),
+    "norm_adv": ("none", {}),
+    "clip_coef": (1e-3, {}),
+    "clip_coef_vf": (1e-3, {"e_value": 3}),
+    "kl_penalty": (1.0, {}),
+    "target_kl": (1e-9, {"e_policy": 3, "e_value": 3}),
+    "ent_coef": (0.5, {}),
+    "vf_coef": (0.1, {}),
+    "baseline_coef": (0.1, {}),
+    "max_grad_norm": (1e-3, {}),
+    "norm_reward": (False, {}),
+    "reward_norm": ("clip", {}),
+    "norm_reward_gamma": (0.5, {}),
+    "intrinsic_reward": ("rnd", {}),
+    "intrinsic_coef": (5.0, {"intrinsic_reward": "rnd"}),
+    "intrinsic_gamma": (0.5, {"intrinsic_reward": "rnd"}),
+    "pretraining": (True, {"intrinsic_reward": "rnd"}),
+    "arch": ("shared", {}),
+    "use_lstm": (True, {}),
+    "feature_dim": (32, {}),
+    "hidden_dim": (32, {}),
+    "init_fn": ("identity", {}),
+}
+# The others change where and how fast a run is made, what is logged, or need more than this: their tests.
+ELSEWHERE = {
+    "test_flags.py": "exp_name torch_deterministic track wandb_project_name wandb_entity",
+    "test_run.py": "runs_dir capture_video",
+    "test_device.py": "device",
+    "test_acceleration.py": "precision micro_batch_size",
+    "test_gpu.py": "accelerate",
+    "test_checkpoint.py": "resume init_from checkpoint_interval keep_checkpoints aux_frames",
+    "test_intrinsic.py": "init_heads",
+    "test_evaluation.py": "eval_interval eval_episodes eval_num_levels eval_start_level",
+    "test_envs.py": "distribution_mode num_levels start_level num_threads",
+    "test_env_groups.py": "num_env_groups",
+    "test_impala.py": "num_actors queue_size log_interval rho_bar c_bar pg_rho_bar",
+}
+
+
+def learnt(script, folder, **settings):
+    """The parameters of a run. Settings that the script has no flag for are left out."""
+    known = {field.name for field in dataclasses.fields(script.Args)}
+    settings = SMALL | OWN[script.__name__] | settings | {"runs_dir": str(folder)}
+    run_dir = script.main(script.Args(**{name: value for name, value in settings.items() if name in known}))
+    return parameters(run_dir)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Runs to compare with, each made once."""
+    made = {}
+
+    def make(script, **settings):
+        key = (script, *settings.items())
+        if key not in made:
+            made[key] = learnt(script, tmp_path_factory.mktemp("base"), **settings)
+        return made[key]
+
+    return make
+
+
+CASES = [
+    (name, flag)
+    for name, script in SCRIPTS.items()
+    for flag in OTHERS
+    if flag in {field.name for field in dataclasses.fields(script.Args)}
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), CASES)
+def test_no_flag_is_ignored(name, flag, base, tmp_path):
+    script, (value, settings) = SCRIPTS[name], OTHERS[flag]
+    before, after = base(script, **settings), learnt(script, tmp_path, **settings | {flag: value})
+    same = before.keys() == after.keys() and all(
+        before[part].shape == after[part].shape and torch.equal(before[part], after[part]) for part in before
+    )
+    assert not same
+
+
+def test_runs_of_the_same_flags_are_the_same(base, tmp_path):
+    """Otherwise the test above could not fail."""
+    for script in SCRIPTS.values():
+        before, after = base(script), learnt(script, tmp_path)
+        assert all(torch.equal(before[part], after[part]) for part in before)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_name_and_kernels(script, deterministic, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not deterministic)
+    learnt(script, tmp_path, exp_name="an-idea", torch_deterministic=deterministic)
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("CartPole-v1__an-idea__1__")
+    assert torch.backends.cudnn.deterministic is deterministic
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_weights_and_biases(track, tmp_path, monkeypatch):
+    told = {}
+
+    class Module(ModuleType):
+        """Stands in for the package, which is not needed."""
+
+        errors = SimpleNamespace(UsageError=ZeroDivisionError)
+
+        def init(self, **settings):
+            told.update(settings)
+            return SimpleNamespace(finish=lambda: told.update(finished=True), id="x")
+
+    module = Module("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    learnt(ppo, tmp_path, track=track, wandb_project_name="mine", wandb_entity="us")
+    if not track:
+        assert not told
+        return
+    assert (told["project"], told["entity"], told["finished"]) == ("mine", "us", True)
+    assert told["name"] == next(path.name for path in tmp_path.iterdir() if path.name.startswith("CartPole"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_every_flag_has_a_test(script):
+    elsewhere = {flag: file for file, flags in ELSEWHERE.items() for flag in flags.split()}
+    for field in dataclasses.fields(script.Args):
+        assert (field.name in OTHERS) != (field.name in elsewhere), field.name
+        if field.name in elsewhere:
+            text = (Path(__file__).parent / elsewhere[field.name]).read_text()
+            assert field.name in text, field.name

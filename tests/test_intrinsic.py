@@ -1,0 +1,298 @@
+"""Intrinsic rewards: what they are, what is learnt from them, and how they join the task's."""
+
+import copy
+import json
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gymnasium.wrappers import TransformReward
+from helpers import parameters
+from test_checkpoint import check_same_run, interrupted, make_args, resume
+
+import ppg
+import ppo
+from common import intrinsic
+from common.checkpoint import load_weights
+from common.envs import RewardNormalizer
+from common.errors import InputError
+from common.world import ALONE
+
+VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
+FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+TINY = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)  # MiniGrid's view
+ACTIONS = {
+    "discrete": gym.spaces.Discrete(4),
+    "bits": gym.spaces.MultiBinary(4),
+    "box": gym.spaces.Box(-1, 1, (2,), np.float32),
+}
+T, N = 6, 4
+BOTH = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
+KINDS = pytest.mark.parametrize("kind", ["rnd", "icm"])
+
+
+def random_rollout(space=VECTOR, action_space=ACTIONS["discrete"], script=ppo):
+    """A rollout and the observations after it."""
+    rollout = script.new_rollout(T, N, space, action_space, torch.device("cpu"))
+    frames = space.dtype == np.uint8
+    obs = torch.randint(0, 256, (T + 1, N, *space.shape)) if frames else torch.randn(T + 1, N, *space.shape)
+    actions = np.stack([[action_space.sample() for _ in range(N)] for _ in range(T)])
+    return rollout._replace(
+        obs=obs[:-1].to(rollout.obs.dtype), actions=torch.as_tensor(actions).to(rollout.actions.dtype),
+        rewards=torch.randn(T, N), values=torch.randn(T, N), dones=(torch.rand(T, N) < 0.3).float(),
+    ), obs[-1].to(rollout.obs.dtype)  # fmt: skip
+
+
+def make(kind, space=VECTOR, action_space=ACTIONS["discrete"], script=ppo, **settings):
+    torch.manual_seed(0)
+    args = script.Args(num_envs=N, num_steps=T, num_minibatches=2, intrinsic_reward=kind, **settings)
+    return intrinsic.make_intrinsic(args, space, action_space, 3, ALONE, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+
+def test_running_moments_are_those_of_all_observations():
+    x = torch.randn(50, 3) * torch.tensor([1.0, 5.0, 0.0]) + torch.tensor([0.0, -7.0, 2.0])
+    moments = intrinsic.RunningMoments((3,))
+    for chunk in x.split(13):
+        moments.update(chunk)
+    np.testing.assert_allclose(moments.mean, x.double().mean(0), atol=1e-4)
+    np.testing.assert_allclose(moments.var, x.double().var(0, correction=0), atol=1e-4)
+    normal = moments(x)
+    np.testing.assert_allclose(normal[:, :2].mean(0), 0, atol=1e-4)
+    np.testing.assert_allclose(normal[:, :2].std(0, correction=0), 1, atol=1e-3)
+    assert moments(torch.tensor([[100.0, -7.0, 2.0]]))[0, 0] == intrinsic.CLIP_OBS
+    frames = torch.full((4, 2, 2, 3), 7, dtype=torch.uint8)
+    moments = intrinsic.RunningMoments((2, 2, 3))
+    moments.update(frames)
+    assert moments(frames).dtype == torch.float32
+    assert moments(frames).abs().max() < 1e-2
+
+
+def test_rnd_rewards_what_it_cannot_predict_and_learns_to():
+    torch.manual_seed(0)
+    model = intrinsic.RND(VECTOR, ACTIONS["discrete"])
+    known, new = torch.randn(64, 3) * 0.3, torch.randn(64, 3) * 0.3 + 2
+    model.moments.update(torch.cat([known, new]))
+    ones, actions = torch.ones(64), torch.zeros(64, dtype=torch.int64)
+    x = model.moments(known)
+    expected = ((model.predictor(x) - model.target(x)) ** 2).sum(1) / 2
+    before = model.rewards(known, actions, known, ones)
+    torch.testing.assert_close(before, expected)
+    assert model.rewards(new, actions, known, ones).equal(before)  # of the next observation alone
+    target = [parameter.clone() for parameter in model.target.parameters()]
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    for _ in range(200):
+        loss, _ = model.loss(known, actions, known, ones)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model.rewards(known, actions, known, ones).mean() < 0.02 * before.mean()
+    assert model.rewards(known, actions, new, ones).mean() > 5 * model.rewards(known, actions, known, ones).mean()
+    assert all(map(torch.equal, target, model.target.parameters()))
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_icm(name):
+    """Rewards and losses by hand; only actions within an episode count."""
+    torch.manual_seed(0)
+    space = ACTIONS[name]
+    model = intrinsic.ICM(VECTOR, space)
+    obs, next_obs = torch.randn(2, 8, 3)
+    space.seed(0)
+    actions = torch.as_tensor(np.stack([space.sample() for _ in range(8)]))
+    actions = actions if name == "discrete" else actions.float()
+    within = torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])
+    now, then = (model.encoder(model.moments(x)) for x in (obs, next_obs))
+    inputs = F.one_hot(actions, 4).float() if name == "discrete" else actions
+    errors = ((model.forward_model(torch.cat([now, inputs], 1)) - then) ** 2).sum(1) / 2
+    torch.testing.assert_close(model.rewards(obs, actions, next_obs, within), errors * within)
+    told = model.inverse_model(torch.cat([now, then], 1))
+    if name == "discrete":
+        inverse = -told.log_softmax(1)[torch.arange(8), actions]
+    elif name == "bits":
+        inverse = -(actions * F.logsigmoid(told) + (1 - actions) * F.logsigmoid(-told)).sum(1)
+    else:
+        inverse = ((told - actions) ** 2).sum(1)
+    loss, metrics = model.loss(obs, actions, next_obs, within)
+    counted = within.bool()
+    expected = 0.2 * errors[counted].mean() + 0.8 * inverse[counted].mean()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(metrics["losses/icm_forward_loss"], errors[counted].mean())
+    torch.testing.assert_close(metrics["losses/icm_inverse_loss"], inverse[counted].mean())
+
+
+# ---------------------------------------------------------------------------------------------- with a script's rollout
+
+
+@KINDS
+@pytest.mark.parametrize("space", [VECTOR, FRAMES, TINY], ids=["vector", "frames", "tiny"])
+def test_rewards_are_of_each_step_and_go_on_across_episodes(kind, space):
+    made = make(kind, space)
+    rollout, last_obs = random_rollout(space)
+    model = made.networks["model"]
+    novelty, last_value = made.explore(rollout, last_obs)
+    next_obs = torch.cat([rollout.obs, last_obs[None]])[1:]
+    with torch.no_grad():
+        raw = torch.stack(
+            [
+                model.rewards(*each)
+                for each in zip(rollout.obs, rollout.actions, next_obs, 1 - rollout.dones, strict=True)
+            ]
+        )
+        torch.testing.assert_close(last_value, made.value(last_obs))
+        torch.testing.assert_close(novelty.values[2], made.value(rollout.obs[2]))
+    scaled = RewardNormalizer(N, 0.99, clip=math.inf)(raw.numpy(), np.zeros((T, N)))  # no episode ends
+    np.testing.assert_allclose(novelty.rewards, scaled, rtol=1e-4)
+    assert not novelty.dones.any()
+    moments = intrinsic.RunningMoments(space.shape)
+    moments.update(next_obs.flatten(0, 1))
+    torch.testing.assert_close(model.moments.mean, moments.mean)
+
+
+@KINDS
+@BOTH
+def test_advantages_are_joined(kind, script):
+    """A_E + coef A_I for the policy; the values' targets are of the task alone. In pretraining both are of A_I."""
+    rollout, last_obs = random_rollout(script=script)
+    advantages = script.compute_gae(rollout, torch.randn(N), 0.999, 0.95)
+    found = {}
+    for pretraining in (False, True):
+        made = make(kind, script=script, intrinsic_coef=3.0, intrinsic_gamma=0.8, pretraining=pretraining)
+        twin = make(kind, script=script)
+        twin.normalizer.gamma = 0.8
+        novelty, last_value = twin.explore(rollout, last_obs)
+        intrinsic_advantages = script.compute_gae(novelty, last_value, 0.8, 0.95)
+        *found[pretraining], metrics = made(rollout, last_obs, advantages, script.compute_gae)
+        torch.testing.assert_close(metrics["charts/intrinsic_reward"], novelty.rewards.mean())
+    torch.testing.assert_close(found[False][0], advantages + 3 * intrinsic_advantages)
+    torch.testing.assert_close(found[False][1], advantages + rollout.values)
+    torch.testing.assert_close(found[True][0], 3 * intrinsic_advantages)
+    torch.testing.assert_close(found[True][1], intrinsic_advantages + novelty.values)
+
+
+def test_the_value_function_learns_the_intrinsic_returns():
+    made = make("rnd", learning_rate=1e-3)
+    rollout, last_obs = random_rollout()
+    returns = torch.randn(T, N)
+    errors = []
+    for _ in range(300):
+        made.learn(rollout, last_obs, returns)
+        with torch.no_grad():
+            errors.append((made.value(rollout.obs.flatten(0, 1)) - returns.flatten()).square().mean())
+    assert errors[-1] < 0.1 * errors[0]
+
+
+@KINDS
+def test_the_state_is_all_there_is(kind):
+    rollout, last_obs = random_rollout()
+    one, other = make(kind), make(kind, seed=7)
+    one(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))  # an optimizer would share its tensors
+    for _ in range(2):
+        mine, theirs = (each(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae) for each in (one, other))
+        assert torch.equal(mine[0], theirs[0])
+        assert mine[2] == theirs[2]
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+@BOTH
+@KINDS
+def test_without_weight_it_changes_nothing(script, kind, tmp_path):
+    """The agent draws the same numbers with and without it."""
+    plain, with_zero = (
+        script.main(make_args(script, tmp_path / name, intrinsic_reward=reward, intrinsic_coef=0.0))
+        for name, reward in (("plain", "none"), ("zero", kind))
+    )
+    mine, theirs = parameters(plain), parameters(with_zero)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    weighted = parameters(script.main(make_args(script, tmp_path / "weighted", intrinsic_reward=kind)))
+    assert not all(torch.equal(mine[name], weighted[name]) for name in mine)
+
+
+@BOTH
+def test_pretraining_does_not_see_the_task(script, tmp_path):
+    """Other rewards, the same agent; without --pretraining another one."""
+    gym.register("TestOtherRewards-v0", lambda **_: TransformReward(gym.make("CartPole-v1"), lambda r: -7 * r + 1))
+    try:
+        for pretraining in (True, False):
+            agents = [
+                parameters(
+                    script.main(
+                        make_args(
+                            script, tmp_path / f"{env_id}{pretraining}", env_id=env_id, intrinsic_reward="rnd",
+                            pretraining=pretraining,
+                        )
+                    )
+                )
+                for env_id in ("CartPole-v1", "TestOtherRewards-v0")
+            ]  # fmt: skip
+            assert all(torch.equal(agents[0][name], agents[1][name]) for name in agents[0]) == pretraining
+    finally:
+        del gym.registry["TestOtherRewards-v0"]
+
+
+@BOTH
+@KINDS
+def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
+    settings = {"intrinsic_reward": kind, "env_id": "CartPole-v1"}
+    whole = script.main(make_args(script, tmp_path / "whole", **settings))
+    path = interrupted(script, 8, tmp_path / "cut", monkeypatch, **settings)
+    resume(script, path)
+    check_same_run(path, whole)
+
+
+def test_fine_tuning_keeps_or_resets_the_heads(tmp_path):
+    """With another number of actions, they can only be reset."""
+    settings = {"intrinsic_reward": "rnd", "pretraining": True, "learning_rate": 1e-2}
+    source = ppo.main(make_args(ppo, tmp_path / "pretrained", **settings))
+    weights = parameters(source)
+    frozen = {"init_from": str(source), "learning_rate": 0.0}
+    kept = parameters(ppo.main(make_args(ppo, tmp_path / "kept", **frozen)))
+    assert all(torch.equal(kept[name], weights[name]) for name in weights)
+    reset = parameters(ppo.main(make_args(ppo, tmp_path / "reset", **frozen, init_heads="reset")))
+    fresh = parameters(ppo.main(make_args(ppo, tmp_path / "fresh", learning_rate=0.0)))
+    heads = {name for name in weights if name.startswith(("policy_head", "value_head"))}
+    assert len(heads) == 4
+    assert all(torch.equal(reset[name], (fresh if name in heads else weights)[name]) for name in weights)
+    assert not torch.equal(reset["policy_head.linear.weight"], weights["policy_head.linear.weight"])
+    assert json.loads((source / "args.json").read_text())["pretraining"]
+
+    space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    other = ppo.Agent(space, gym.spaces.Discrete(9), ppo.Args())
+    load_weights(other, str(source), "reset")
+    assert torch.equal(other.encoder.layers[0].weight, weights["encoder.layers.0.weight"])
+    with pytest.raises(InputError, match=r"policy_head\S+ does not fit"):
+        load_weights(other, str(source))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pretraining": True}, "--pretraining learns from intrinsic rewards alone: add --intrinsic-reward rnd or icm"),
+        ({"intrinsic_reward": "novelty"}, "--intrinsic-reward novelty is not known: use one of none, rnd, icm"),
+        ({"intrinsic_reward": "rnd", "intrinsic_coef": -1.0}, "--intrinsic-coef -1.0"),
+        ({"intrinsic_reward": "rnd", "intrinsic_gamma": 1.5}, "--intrinsic-gamma 1.5"),
+        ({"init_heads": "reset"}, "--init-heads reset .* add --init-from"),
+    ],
+    ids=str,
+)
+def test_bad_input(script, settings, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        script.main(make_args(script, tmp_path / "runs", **settings))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_ranks_are_refused():
+    world = type("Two", (), {"size": 2})()
+    with pytest.raises(InputError, match="without torchrun"):
+        intrinsic.make_intrinsic(
+            ppo.Args(intrinsic_reward="rnd"), VECTOR, ACTIONS["discrete"], 3, world, torch.device("cpu")
+        )
