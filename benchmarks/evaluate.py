@@ -7,7 +7,6 @@
 Every environment plays the same number of episodes, so that short episodes do not count more often than long ones.
 """
 
-import importlib
 import importlib.util
 import math
 import sys
@@ -18,19 +17,17 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-import torch
 import tyro
 from PIL import Image
 from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import Damaged, read_weights
+from common.checkpoint import load_agent
 from common.device import setup_device
 from common.envs import make_envs, open_video
-from common.errors import InputError, one_line_errors, require
+from common.errors import one_line_errors, require
 from common.evaluation import HeldOut, evaluation_seed, play, share_episodes, summaries
-from common.run import read_json
 
 LAST_LEVEL = 2**31 - 1
 
@@ -59,29 +56,6 @@ class Args:
     """length of the video, at most"""
     video_size: int = 512
     """pixels of an environment in the video: Procgen draws 512"""
-
-
-def load(run_dir: Path, device: torch.device) -> tuple[Any, torch.nn.Module]:
-    """The settings and the agent of a run. Raises InputError where there are none."""
-    meta, settings = read_json(run_dir / "meta.json"), read_json(run_dir / "args.json")
-    require(bool(meta.get("script") and settings), f"{run_dir} is no run folder: it has no readable args.json.")
-    script = importlib.import_module(Path(meta["script"]).stem)
-    try:
-        args = script.Args(**settings)
-    except TypeError as error:
-        raise InputError(f"{run_dir} is of a script with other flags ({error}): evaluate it with its commit.") from None
-    try:
-        weights = read_weights(run_dir / "model.pt")
-    except Damaged as error:
-        raise InputError(f"{run_dir / 'model.pt'} {error}.") from error
-    envs = make_envs(args.env_id, len(args.env_id.split(",")), seed=0)
-    agent = script.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-    envs.close()
-    try:
-        agent.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InputError(f"{run_dir} is of another network than this {meta['script']} has.") from error
-    return args, agent
 
 
 def level_range(args: Any, levels: str) -> dict[str, int]:
@@ -150,7 +124,7 @@ def main(args: Args) -> dict[str, float]:
     """Evaluate, print and return the figures. Raises InputError before anything is played."""
     check(args)
     device = setup_device(args.device, seed=args.seed)
-    settings, agent = load(args.run_dir, device)
+    agent, settings = load_agent(args.run_dir, device)
     games = settings.env_id.split(",")
     num_envs, quota = share_episodes(args.episodes, args.num_envs, games)
     columns, rows = args.video_grid

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import tyro
-from evaluate import load
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.checkpoint import load_agent
 from common.envs import make_envs
 from common.errors import TrainingError, one_line_errors, require
 
@@ -54,7 +54,7 @@ def export(run_dir: Path, out: Path) -> torch.jit.ScriptModule:
         InputError: there is no such run.
         TrainingError: the exported policy does not give what the agent does.
     """
-    args, agent = load(run_dir, torch.device("cpu"))
+    agent, args = load_agent(run_dir)
     agent.bf16 = False
     envs = make_envs(args.env_id, 8 * len(args.env_id.split(",")), seed=1, distribution_mode=args.distribution_mode)
     obs = torch.as_tensor(envs.reset(seed=1)[0])

@@ -1,4 +1,4 @@
-"""Parts of README.md that are made by scripts: what stands between `<!-- name -->` and `<!-- end of name -->`."""
+"""Tables, and the parts of README.md that scripts make: what is between `<!-- name -->` and `<!-- end of name -->`."""
 
 import csv
 import json
@@ -24,3 +24,10 @@ def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:
     meta = json.loads(path.with_suffix(".meta.json").read_text())
     origin = f"Measured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command'].strip()}`."
     return rows, origin
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table; none without rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    lines.insert(1, "|-" * len(columns) + "|")
+    return lines if rows else []

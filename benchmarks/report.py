@@ -31,8 +31,10 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 import curves
+import exploration
 import precision
 import readme
+import scaling
 import throughput
 
 from common.scores import RETURN_RANGES, normalized
@@ -133,13 +135,6 @@ def verdict(ours: list[float], published: list[float]) -> tuple[str, str, str]:
     return f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}", words
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table; none without rows."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
-    lines.insert(1, "|-" * len(columns) + "|")
-    return lines if rows else []
-
-
 def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, published, difference, interval, verdict."""
     columns = ["run", "mark", "ours, by seed", "published", "of", "difference", "95 % interval", "verdict"]
@@ -153,7 +148,7 @@ def verdict_table(protocol: Protocol) -> list[str]:
                     theirs = published[game].scores(steps) if game in published else []
                     texts = [", ".join(f"{score:.2f}" for score in scores) or "-" for scores in (ours, theirs)]
                     rows.append([f"{algorithm} {game}", mark, *texts, label, *verdict(ours, theirs)])
-    return markdown(columns, rows)
+    return readme.markdown(columns, rows)
 
 
 def by_game(protocol: Protocol, scores: dict[str, list[float]]) -> list[list[float]]:
@@ -191,7 +186,7 @@ def aggregate_table(protocol: Protocol) -> list[str]:
                 interval(curves.with_interval(curves.probability_of_improvement, samples + others)),
             ]
             rows.append(row)
-    return markdown(columns, rows)
+    return readme.markdown(columns, rows)
 
 
 def read_evaluations(path: Path) -> list[tuple[int, float]]:
@@ -231,7 +226,7 @@ def gap_table(protocol: Protocol) -> list[str]:
                         both = f"{mean(train[game].scores(steps)):.2f}, {mean(test[game].scores(steps)):.2f}"
                     texts = [", ".join(f"{value:.2f}" for value in values) for values in (mine, others)]
                     rows.append([f"{algorithm} {game}", mark, *texts, f"{mean(mine) - mean(others):.2f}", both])
-    return markdown(columns, rows)
+    return readme.markdown(columns, rows)
 
 
 def seed_of(path: Path) -> int:
@@ -396,8 +391,11 @@ def main(args: Args) -> None:
     readme.fill(args.readme, "report", text)
     precision.main([])
     readme.fill(args.readme, "precision", (precision.FOLDER / "precision.md").read_text())
-    throughput.main(throughput.Args(from_csv=True, device="cpu"))
-    readme.fill(args.readme, "throughput cpu", (throughput.Args.out / "cpu.md").read_text())
+    exploration.main(exploration.Args())
+    readme.fill(args.readme, "exploration", (exploration.FOLDER / "exploration.md").read_text())
+    for script in (throughput, scaling):
+        script.main(script.Args(from_csv=True, device="cpu"))
+        readme.fill(args.readme, f"{script.__name__} cpu", (script.Args.out / "cpu.md").read_text())
 
 
 if __name__ == "__main__":

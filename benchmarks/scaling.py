@@ -27,8 +27,7 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from readme import fill, read_measurement
-from report import markdown
+from readme import fill, markdown, read_measurement
 from throughput import shorten, spread
 
 from common.device import resolve_device

@@ -12,6 +12,7 @@ takes. Nothing is unpickled but tensors and plain values (`weights_only=True`).
 
 import dataclasses
 import hashlib
+import importlib
 import io
 import random
 import shlex
@@ -26,7 +27,8 @@ import numpy as np
 import torch
 
 from common.env_state import decode, encode
-from common.errors import InputError, TrainingError, flag, hold_signals
+from common.envs import make_envs
+from common.errors import InputError, TrainingError, flag, hold_signals, require
 from common.run import Run, cannot_write, lock_folder, read_json, write_atomically
 from common.world import ALONE, World
 
@@ -289,6 +291,36 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "re
         name = next(iter(wrong or weights.keys() - own.keys()))
         raise InputError(f"--init-from {source}: its network is another one ({name} does not fit): use the same flags.")
     agent.load_state_dict(weights)
+
+
+def load_agent(run_dir: Path | str, device: torch.device | str = "cpu") -> tuple[torch.nn.Module, Any]:
+    """The agent of a finished or running run, and its settings (the script's `Args`).
+
+    The run's script is imported, as it is now: it must be where Python finds it, such as in the working directory.
+
+    Raises:
+        InputError: there is no such run, or it is of another script or network than that is now.
+    """
+    run_dir = Path(run_dir)
+    meta, settings = read_json(run_dir / "meta.json"), read_json(run_dir / "args.json")
+    require(bool(meta.get("script") and settings), f"{run_dir} is no run folder: it has no readable args.json.")
+    script = importlib.import_module(Path(meta["script"]).stem)
+    try:
+        args = script.Args(**settings)
+    except TypeError as error:
+        raise InputError(f"{run_dir} is of a script with other flags ({error}): use its commit.") from None
+    try:
+        weights = read_weights(run_dir / "model.pt")
+    except Damaged as error:
+        raise InputError(f"{run_dir / 'model.pt'} {error}.") from error
+    envs = make_envs(args.env_id, len(args.env_id.split(",")), seed=0)
+    agent = script.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+    envs.close()
+    try:
+        agent.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"{run_dir} is of another network than this {meta['script']} has.") from error
+    return agent, args
 
 
 # -------------------------------------------------------------------------------------------------------------- a run

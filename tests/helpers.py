@@ -2,10 +2,10 @@
 
 import csv
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
+from common.checkpoint import load_agent
 from common.envs import finished_episodes, make_envs
 from common.evaluation import HeldOut, play
 
@@ -29,17 +29,6 @@ def estimates(rollout, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return advantages, advantages + rollout.values
 
 
-def load(script: ModuleType, run_dir: Path):
-    """The agent and the Args of a finished run."""
-    saved = torch.load(run_dir / "model.pt", weights_only=True)
-    args = script.Args(**saved["args"])
-    envs = make_envs(args.env_id, 1, seed=0)
-    agent = script.Agent(envs.single_observation_space, envs.single_action_space, args)
-    envs.close()
-    agent.load_state_dict(saved["agent"])
-    return agent, args
-
-
 def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
     """The saved parameters of a run."""
     return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
@@ -54,9 +43,9 @@ def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
     return rows
 
 
-def evaluate(script: ModuleType, run_dir: Path, episodes: int = 20) -> float:
+def evaluate(run_dir: Path, episodes: int = 20) -> float:
     """Mean return of the most probable actions over the first episode of each of `episodes` unseen environments."""
-    agent, args = load(script, run_dir)
+    agent, args = load_agent(run_dir)
     held_out = HeldOut(make_envs(args.env_id, episodes, seed=10_000), seed=10_000)
     returns, _ = play(agent, held_out, 1, greedy=True, device=torch.device("cpu"))
     held_out.envs.close()

@@ -13,6 +13,7 @@ import ppo
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
+import exploration
 import precision
 import random_policy
 import scaling
@@ -236,3 +237,39 @@ def test_scaling_compares_in_each_round():
     ]
     *_, last = scaling.table(rows)
     assert last == "| ppo | 2 | 255 [150, 360] | 1.65 [1.50, 1.80] | 25.0% |"
+
+
+def test_exploration_from_runs_to_table(tmp_path, monkeypatch):
+    """Fine-tuning starts from the pretrained run, and nothing is run twice."""
+    monkeypatch.setattr(exploration, "FOLDER", tmp_path / "exploration")
+    steps = {"total_timesteps": 2048}
+    variants = {
+        "pretraining": exploration.VARIANTS["pretraining"] | steps,
+        "fine-tuned-new-heads": exploration.VARIANTS["fine-tuned-new-heads"] | steps,
+    }
+    monkeypatch.setattr(exploration, "VARIANTS", variants)
+    exploration.main(exploration.Args(run=True, seeds=2))
+    files = sorted(tmp_path.glob("exploration/*.csv"))
+    assert [file.stem for file in files] == [
+        f"{variant}-seed{seed}" for variant in ("fine-tuned-new-heads", "pretraining") for seed in (1, 2)
+    ]
+    command = json.loads(files[0].with_suffix(".meta.json").read_text())["command"]
+    assert "--init-from runs/MountainCar-v0__pretraining__1__" in command
+    assert str(tmp_path) not in command
+    before = [file.stat().st_mtime_ns for file in files]
+    exploration.main(exploration.Args(run=True, seeds=2))
+    assert before == [file.stat().st_mtime_ns for file in files]
+    table = (tmp_path / "exploration" / "exploration.md").read_text().splitlines()
+    assert table[2:] == [
+        "| pretraining | 2,048 | never, never | nan, nan |",
+        "| fine-tuned-new-heads | 2,048 | never, never | nan, nan |",
+    ]
+    assert (tmp_path / "exploration" / "exploration.png").stat().st_size > 3000
+
+
+def test_exploration_finds_the_first_return():
+    curve = exploration.Curve([10, 20, 30, 40], [1.0] * 4, [0, 2, 3, 1], [float("nan"), -200.0, -199.5, -150.0])
+    assert exploration.found(curve) == 30
+    assert np.isnan(exploration.found(exploration.Curve([10], [1.0], [2], [-200.0])))
+    (_, _, line) = exploration.table({"rnd": [curve]}).splitlines()
+    assert line == "| rnd | 40 | 30 | -191 |"

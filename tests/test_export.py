@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import load as load_agent
 
 import impala
 import ppg
 import ppo
+from common.checkpoint import load_agent
 from common.errors import InputError, TrainingError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import export
-from evaluate import load
 
 CASES = [
     (ppo, {"env_id": "starpilot", "precision": "bf16"}),
@@ -39,7 +38,7 @@ def test_exported_policy_gives_the_same_logits(script, settings, tmp_path):
         small |= {"batch_size": 4, "num_actors": 0}
     run_dir = script.main(script.Args(**small | settings, runs_dir=str(tmp_path / "runs")))
     export.export(run_dir, tmp_path / "policy.pt")
-    agent, args = load_agent(script, run_dir)
+    agent, args = load_agent(run_dir)
     agent.bf16 = False
     shape = {"starpilot": (64, 64, 3), "Pendulum-v1": (3,), "CartPole-v1": (4,)}[args.env_id]
     obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8) if len(shape) == 3 else torch.randn(5, *shape)
@@ -68,7 +67,7 @@ def test_a_policy_that_differs_is_not_written(tmp_path, monkeypatch):
     trace = torch.jit.trace
 
     def other(policy, inputs):
-        _, agent = load(run_dir, torch.device("cpu"))
+        agent, _ = load_agent(run_dir)
         agent.policy_head.linear.bias.data += 1e-3
         return trace(export.Policy(agent).eval(), inputs)
 

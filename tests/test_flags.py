@@ -137,6 +137,21 @@ def test_runs_of_the_same_flags_are_the_same(base, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_optimizers_have_their_settings(script, tmp_path, monkeypatch):
+    for name, flag in {"Adam": "adam_eps", "RMSprop": "rmsprop_eps"}.items():
+        if name == "RMSprop" and script is not impala:
+            continue
+        made, kind = [], getattr(torch.optim, name)
+        monkeypatch.setattr(
+            torch.optim, name, lambda *args, kind=kind, made=made, **more: made.append(kind(*args, **more)) or made[-1]
+        )
+        learnt(script, tmp_path, optimizer=name.lower(), learning_rate=0.003, **{flag: 0.07})
+        assert made
+        for optimizer in made:
+            assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.003, 0.07)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_name_and_kernels(script, deterministic, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", not deterministic)

@@ -684,7 +684,7 @@ def test_solves_cartpole(num_actors, tmp_path):
         queue_size=16, num_minibatches=4, gamma=0.98, vtrace_lambda=1.0, baseline_coef=0.05, reward_norm="none",
         feature_dim=64, anneal_lr=True, total_timesteps=300_000, device="cpu",
     )  # fmt: skip
-    assert evaluate(impala, impala.main(args)) >= 475
+    assert evaluate(impala.main(args)) >= 475
 
 
 def test_learns_multibinary_actions(tmp_path):
@@ -694,7 +694,7 @@ def test_learns_multibinary_actions(tmp_path):
         queue_size=8, num_minibatches=4, gamma=0.9, norm_reward_gamma=0.9, total_timesteps=80_000, learning_rate=3e-3,
         anneal_lr=True, device="cpu",
     )  # fmt: skip
-    assert evaluate(impala, impala.main(args)) > 9.5
+    assert evaluate(impala.main(args)) > 9.5
 
 
 @pytest.mark.parametrize(("use_lstm", "low", "high"), [(True, 0.95, 1.0), (False, 0.3, 0.7)])
@@ -705,7 +705,7 @@ def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
         total_timesteps=60_000, device="cpu",
     )  # fmt: skip
     run_dir = impala.main(args)
-    assert low <= evaluate(impala, run_dir, episodes=200) <= high
+    assert low <= evaluate(run_dir, episodes=200) <= high
 
 
 def test_memory_stays_flat(tmp_path, monkeypatch):

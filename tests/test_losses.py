@@ -217,6 +217,14 @@ def test_ppo_visits_every_step_once_an_epoch(monkeypatch):
     assert len(seen) == 12
 
 
+def test_gradients_are_clipped_to_their_norm():
+    layer = torch.nn.Linear(3, 2)
+    for max_norm, factor in ((None, 1.0), (2.0, 0.4), (7.0, 1.0)):
+        layer.weight.grad, layer.bias.grad = torch.zeros(2, 3), torch.tensor([3.0, 4.0])
+        assert ppo.clip_gradient(layer, max_norm) == 5
+        torch.testing.assert_close(layer.bias.grad, factor * torch.tensor([3.0, 4.0]))
+
+
 def test_target_kl_stops_the_epochs():
     torch.manual_seed(0)
     space = ACTION_SPACES["discrete"]

@@ -104,6 +104,34 @@ def test_orthogonal_and_xavier_init():
     assert 0.9 * bound < weight.abs().max() <= bound
 
 
+@pytest.mark.parametrize("script", [ppo, ppg, impala])
+def test_identity_and_xavier_normal_init(script):
+    """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs), biases too."""
+    torch.manual_seed(0)
+    agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="identity"))
+    for layer, inputs in ((agent.encoder.layers[0], 27), (agent.encoder.layers[5], 2048), (agent.value_head, 256)):
+        bound = inputs**-0.5
+        for values in (layer.weight, layer.bias):
+            assert 0 < values.abs().max() <= bound
+        assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+    agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="xavier_normal"))
+    weight, bias = agent.encoder.layers[5].weight, agent.encoder.layers[5].bias
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / (2048 + 256)), rel=0.01)
+    assert weight.abs().max() > 4 * weight.std()  # a normal distribution has tails
+    assert not bias.any()
+    assert agent.policy_head.linear.weight.std().item() == pytest.approx(0.01 * math.sqrt(2 / (256 + 15)), rel=0.1)
+
+
+@pytest.mark.parametrize("script", [ppo, ppg, impala])
+def test_widths(script):
+    args = script.Args(feature_dim=24, hidden_dim=40)
+    vectors = script.Agent(gym.spaces.Box(-1, 1, (7,), np.float32), gym.spaces.Discrete(3), args)
+    frames = script.Agent(FRAMES, gym.spaces.Discrete(3), args)
+    assert vectors.encoder.layers[0].weight.shape == (40, 7)
+    assert vectors.encoder(torch.zeros(2, 7)).shape == (2, 24)
+    assert frames.encoder(torch.zeros(2, 64, 64, 3, dtype=torch.uint8)).shape == (2, 24)
+
+
 @pytest.mark.parametrize("script", [ppo, ppg])
 def test_bf16_is_close_and_leaves_the_heads_in_float32(script):
     agents = []

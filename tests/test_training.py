@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from helpers import Silent, deterministic_files, evaluate, load, parameters
+from helpers import Silent, deterministic_files, evaluate, parameters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg
 import ppo
+from common.checkpoint import load_agent
 from common.envs import PROCGEN_GAMES, RewardNormalizer, make_envs
 
 SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg])
@@ -102,7 +103,7 @@ def test_same_seed_same_run_in_bf16_on_two_threads(script, tmp_path):
 @pytest.mark.parametrize("game", PROCGEN_GAMES)
 def test_every_game(game, tmp_path):
     run_dir = ppo.main(short_args(ppo, tmp_path, env_id=game, num_threads=1))
-    load(ppo, run_dir)
+    load_agent(run_dir)
 
 
 @pytest.mark.parametrize("settings", [
@@ -153,7 +154,7 @@ def test_solves_cartpole(script, tmp_path):
     args = script.Args(runs_dir=str(tmp_path), **CARTPOLE)
     if script is ppg:
         args.n_pi = 8
-    assert evaluate(script, script.main(args)) >= 475
+    assert evaluate(script.main(args)) >= 475
 
 
 @SCRIPTS
@@ -167,7 +168,7 @@ def test_improves_pendulum(script, tmp_path):
         args.n_pi, args.e_policy, args.e_value = 8, 4, 4
     else:
         args.update_epochs = 10
-    assert evaluate(script, script.main(args)) > -400
+    assert evaluate(script.main(args)) > -400
 
 
 @SCRIPTS
@@ -179,4 +180,4 @@ def test_learns_multibinary_actions(script, tmp_path):
     )  # fmt: skip
     if script is ppg:
         args.n_pi = 8
-    assert evaluate(script, script.main(args)) > 9.5
+    assert evaluate(script.main(args)) > 9.5
