@@ -89,8 +89,8 @@ class Args:
     """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
     init_from: str | None = None
     """start a new run with the weights of this run folder, model or checkpoint"""
-    init_heads: Literal["keep", "reset"] = "keep"
-    """with --init-from: also take the heads of policy and value, or start them anew"""
+    init_heads: Literal["keep", "policy", "reset"] = "keep"
+    """with --init-from: keep the heads of its policy and value, that of the policy alone, or none"""
     checkpoint_interval: float = 5.0
     """minutes between checkpoints on disk; 0 for one after each update"""
     keep_checkpoints: int = 2

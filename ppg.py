@@ -81,8 +81,8 @@ class Args:
     """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
     init_from: str | None = None
     """start a new run with the weights of this run folder, model or checkpoint"""
-    init_heads: Literal["keep", "reset"] = "keep"
-    """with --init-from: also take the heads of policy and value, or start them anew"""
+    init_heads: Literal["keep", "policy", "reset"] = "keep"
+    """with --init-from: keep the heads of its policy and value, that of the policy alone, or none"""
     checkpoint_interval: float = 5.0
     """minutes between checkpoints on disk; 0 for one after each iteration"""
     keep_checkpoints: int = 2
@@ -181,11 +181,11 @@ class Args:
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
     """also reward what is new: by random network distillation, or by the intrinsic curiosity module"""
     intrinsic_coef: float = 0.5
-    """weight of their advantages, beside 1 for those of the task's rewards"""
+    """weight of their advantages, beside 1 for those of the task's rewards (normalised, only the ratio counts)"""
     intrinsic_gamma: float = 0.99
     """their discount factor"""
     pretraining: bool = False
-    """learn from them alone: the task's rewards have weight 0"""
+    """learn from them alone: the task's rewards have weight 0, and the agent's values are of intrinsic returns"""
 
     # ---- networks
     arch: Literal["detach", "dual", "shared"] = "detach"

@@ -1,17 +1,16 @@
 """Do intrinsic rewards find what chance does not? PPO on MountainCar-v0, where every step is worth -1 until the top.
 
     python benchmarks/exploration.py            # table and figure from the curves that are there
-    python benchmarks/exploration.py --run      # first make the runs that are missing: fifteen minutes on one core
+    python benchmarks/exploration.py --run      # first make the runs: fifteen minutes
 
-An episode ends after 200 steps, so that a return of -200 says nothing of how near the top was. Each variant has as many
-steps in all: `fine-tuned` has half of them for pretraining (`--pretraining`), half for the task (`--init-from`).
+An episode ends after 200 steps, so that a return of -200 says nothing of how near the top was. All have as many steps:
+the fine-tuned runs start from the same half of them, pretraining (by RND), and have the other half for the task.
 
 Curves lie in `results/exploration/<variant>-seed<k>.csv`, where table and figure are written, too.
 """
 
-import contextlib
-import io
 import math
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -29,29 +27,29 @@ from collect import RESULTS, finished_run, write_curve
 from curves import Curve, read, score
 from readme import markdown
 
-from common.errors import one_line_errors
+from common.errors import one_line_errors, require
 
+ROOT = Path(__file__).parent.parent
 FOLDER = RESULTS / "exploration"
 STEPS, WINDOW = 300_000, 32_768  # of a run, and at its end those that it counts with
 NOTHING = -200.0  # return of an episode without the top
-COMMON = {
-    "env_id": "MountainCar-v0", "num_envs": 16, "num_steps": 128, "gamma": 0.99, "learning_rate": 1e-3,
-    "init_fn": "orthogonal", "feature_dim": 64, "intrinsic_coef": 50.0,
-}  # fmt: skip
-VARIANTS = {
-    "plain": {},
-    "rnd": {"intrinsic_reward": "rnd"},
-    "icm": {"intrinsic_reward": "icm"},
-    "pretraining": {"intrinsic_reward": "rnd", "pretraining": True, "total_timesteps": STEPS // 2},
-    "fine-tuned": {"init_from": "pretraining", "total_timesteps": STEPS // 2},
-    "fine-tuned-new-heads": {"init_from": "pretraining", "init_heads": "reset", "total_timesteps": STEPS // 2},
+COMMON = "--env-id MountainCar-v0 --num-envs 16 --num-steps 128 --gamma 0.99 --learning-rate 0.001 --init-fn orthogonal"
+COMMON += " --feature-dim 64"
+WEIGHT, HALF = "--intrinsic-coef 50", f"--total-timesteps {STEPS // 2}"
+VARIANTS = {  # flags of ppo.py, and the variant that a run starts from
+    "plain": (f"--total-timesteps {STEPS}", None),
+    "rnd": (f"--total-timesteps {STEPS} --intrinsic-reward rnd {WEIGHT}", None),
+    "icm": (f"--total-timesteps {STEPS} --intrinsic-reward icm {WEIGHT}", None),
+    "pretraining": (f"{HALF} --intrinsic-reward rnd --pretraining", None),
+    "fine-tuned": (f"{HALF} --init-heads policy", "pretraining"),
+    "fine-tuned-new-heads": (f"{HALF} --init-heads reset", "pretraining"),
 }
 
 
 @dataclass
 class Args:
     run: bool = False
-    """make the runs that are missing"""
+    """make the runs of seeds that are not complete"""
     seeds: int = 3
     """runs of each variant"""
 
@@ -61,25 +59,23 @@ def curve_path(variant: str, seed: int) -> Path:
 
 
 def run(seeds: int) -> None:
-    """Make the runs without a curve, and those that they start from."""
-    import ppo  # not for a table alone
-
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(1, seeds + 1):
-            if all(curve_path(variant, seed).exists() for variant in VARIANTS):
-                continue
+    """Make the runs of the seeds that are not complete."""
+    for seed in range(1, seeds + 1):
+        if all(curve_path(variant, seed).exists() for variant in VARIANTS):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
             made = {}
-            for variant, settings in VARIANTS.items():
-                settings = {"total_timesteps": STEPS, **COMMON, **settings, "seed": seed, "runs_dir": folder}
-                if "init_from" in settings:
-                    settings["init_from"] = str(made[settings["init_from"]])
-                with contextlib.redirect_stdout(io.StringIO()):
-                    made[variant] = ppo.main(ppo.Args(**settings, exp_name=variant))
-                _, meta, curve = finished_run(made[variant])
+            for variant, (flags, start) in VARIANTS.items():
+                words = f"{COMMON} {flags} --exp-name {variant} --seed {seed} --runs-dir {folder}".split()
+                words += ["--init-from", str(made[start])] if start else []
+                subprocess.run([sys.executable, "ppo.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+                (made[variant],) = Path(folder).glob(f"*__{variant}__*")
+            for variant, path in made.items():
+                _, meta, curve = finished_run(path)
                 meta["command"] = meta["command"].replace(f"{folder}/", "runs/")
+                curve_path(variant, seed).unlink(missing_ok=True)
                 write_curve(curve_path(variant, seed), curve, meta)
-                print(curve_path(variant, seed), flush=True)
+        print(f"seed {seed}: done", flush=True)
 
 
 def found(curve: Curve) -> float:
@@ -104,7 +100,10 @@ def table(curves: dict[str, list[Curve]]) -> str:
                 ", ".join(f"{end:.0f}" for end in ends),
             ]
         )
-    return "\n".join(markdown(["run", "steps", "first at the top, by seed", "return at the end, by seed"], rows)) + "\n"
+    return (
+        "\n".join(markdown(["run", "its steps", "first at the top, by seed", "return at the end, by seed"], rows))
+        + "\n"
+    )
 
 
 def plot(curves: dict[str, list[Curve]], path: Path) -> None:
@@ -127,7 +126,11 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
 def main(args: Args) -> None:
     if args.run:
         run(args.seeds)
-    curves = {variant: [read(path) for path in sorted(FOLDER.glob(f"{variant}-seed*.csv"))] for variant in VARIANTS}
+    curves = {}
+    for variant in VARIANTS:
+        paths = [curve_path(variant, seed) for seed in range(1, args.seeds + 1)]
+        require(all(path.exists() for path in paths), f"not all seeds of {variant} are there: add --run to make them.")
+        curves[variant] = [read(path) for path in paths]
     text = table(curves)
     (FOLDER / "exploration.md").write_text(text)
     plot(curves, FOLDER / "exploration.png")

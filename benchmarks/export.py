@@ -58,6 +58,7 @@ def export(run_dir: Path, out: Path) -> torch.jit.ScriptModule:
     agent.bf16 = False
     envs = make_envs(args.env_id, 8 * len(args.env_id.split(",")), seed=1, distribution_mode=args.distribution_mode)
     obs = torch.as_tensor(envs.reset(seed=1)[0])
+    obs = obs if obs.dim() == 4 else obs.float()
     envs.close()
     inputs = (obs,)
     if getattr(agent, "lstm", None) is not None:

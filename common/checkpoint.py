@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import importlib
 import io
+import itertools
 import random
 import shlex
 import sys
@@ -268,10 +269,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "reset"] = "keep") -> None:
+HEADS = Literal["keep", "policy", "reset"]
+
+
+def load_weights(agent: torch.nn.Module, source: str, heads: HEADS = "keep") -> None:
     """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
 
-    With `heads` "reset", its own heads (what is in modules named `..._head`) stay, whatever those of `source` are.
+    Only with `heads` "keep" it gets all; with "policy", the heads of its value start anew, whatever those of `source`
+    are, and with "reset" that of its policy, too.
 
     Raises:
         InputError: there are none, or they are of another network.
@@ -283,13 +288,15 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "re
     except Damaged as error:
         raise InputError(f"--init-from {source}: {path} {error}.") from error
     own = agent.state_dict()
-    if heads == "reset":
-        weights = {name: value for name, value in weights.items() if "_head." not in name}
-        weights |= {name: value for name, value in own.items() if "_head." in name}
+    values = ("value_head.", "aux_value_head.")
+    anew = {"keep": (), "policy": values, "reset": ("policy_head.", *values)}[heads]
+    weights = {name: value for name, value in weights.items() if not name.startswith(anew)}
+    weights |= {name: value for name, value in own.items() if name.startswith(anew)}
     wrong = [name for name in own if getattr(weights.get(name), "shape", None) != own[name].shape]
     if wrong or weights.keys() != own.keys():
-        name = next(iter(wrong or weights.keys() - own.keys()))
-        raise InputError(f"--init-from {source}: its network is another one ({name} does not fit): use the same flags.")
+        wrong = wrong or sorted(weights.keys() - own.keys())
+        what = "use the same flags" if not all("_head." in name for name in wrong) else "add --init-heads reset"
+        raise InputError(f"--init-from {source}: its network is another one ({wrong[0]} does not fit): {what}.")
     agent.load_state_dict(weights)
 
 
@@ -304,9 +311,11 @@ def load_agent(run_dir: Path | str, device: torch.device | str = "cpu") -> tuple
     run_dir = Path(run_dir)
     meta, settings = read_json(run_dir / "meta.json"), read_json(run_dir / "args.json")
     require(bool(meta.get("script") and settings), f"{run_dir} is no run folder: it has no readable args.json.")
-    script = importlib.import_module(Path(meta["script"]).stem)
     try:
+        script = importlib.import_module(Path(meta["script"]).stem)
         args = script.Args(**settings)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{run_dir} is of {meta['script']}, which cannot be used here: {error}.") from error
     except TypeError as error:
         raise InputError(f"{run_dir} is of a script with other flags ({error}): use its commit.") from None
     try:
@@ -420,8 +429,10 @@ class Checkpoints:
         Raises:
             TrainingError: a parameter is NaN or infinite; the copy before this stays.
         """
-        finite = torch.stack([parameter.isfinite().all() for parameter in self.agent.parameters()]).tolist()
-        for (name, _), is_finite in zip(self.agent.named_parameters(), finite, strict=True):
+        networks = [part for part in self.parts.values() if hasattr(part, "named_parameters")]
+        named = dict(itertools.chain(*(network.named_parameters() for network in networks)))
+        finite = torch.stack([parameter.isfinite().all() for parameter in named.values()]).tolist()
+        for name, is_finite in zip(named, finite, strict=True):
             if not is_finite:
                 raise TrainingError(f"{name} is not finite after step {step:,}")
         copies, writes = self.world.agree(self.due(step))

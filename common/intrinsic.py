@@ -4,15 +4,20 @@ Both are networks beside the agent, with an optimizer and a value function of th
 rollout (`make_intrinsic`, `Intrinsic`). Intrinsic returns go on across the ends of episodes (Burda et al. 2018, section
 2.3), and have a discount of their own.
 
-What differs from the papers: the value function has an encoder of its own, where RND has a second head on the agent's
-(so that the agent is the same one with and without, and its model file fits any run); a rollout's observations enter
-the statistics that they are normalised by before they are, where RND has steps of a random agent before the first
-rollout; the predictor learns from all steps; step sizes stay as they are at the start; and ICM's rewards are scaled by
-the standard deviation of their returns, as RND's are.
+What differs from the papers (and their code):
+
+- The value function has an encoder of its own, where RND has a second head on the agent's: so the agent is the same one
+  with and without, and its model file fits any run; but its encoder learns nothing from the intrinsic value.
+- A rollout's observations, with all channels, enter the statistics that they are normalised by before they are, where
+  RND has grey frames and steps of a random agent before the first rollout. The predictor learns from all steps.
+- ICM has the same form as RND: returns, a value and a discount of their own, where Pathak et al. add the reward to the
+  task's; the same normalised observations and scaled rewards; RND's convolutions and 256 features.
+- Step sizes stay as at the start, gradients are not clipped, and minibatches are worked through whole
+  (`--micro-batch-size` and `--max-grad-norm` are for the agent).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -23,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.envs import RewardNormalizer
-from common.errors import require
+from common.errors import flag, require
 from common.world import World
 
 CLIP_OBS = 5.0  # standard deviations
@@ -101,7 +106,7 @@ class RND(nn.Module):
         )
 
     def rewards(self, obs: Tensor, actions: Tensor, next_obs: Tensor, within: Tensor) -> Tensor:
-        """Half the squared error at `next_obs` [B, ...]: float32 [B]."""
+        """Half the squared error at `next_obs` [B, *observation_shape]: float32 [B]. (The rest is for ICM.)"""
         x = self.moments(next_obs)
         return 0.5 * (self.predictor(x) - self.target(x)).square().sum(-1)
 
@@ -128,6 +133,9 @@ class ICM(nn.Module):
         shape = observation_space.shape
         self.action_space = action_space
         discrete = isinstance(action_space, gym.spaces.Discrete)
+        if isinstance(action_space, gym.spaces.Box):  # within which environments clip actions
+            self.register_buffer("low", torch.as_tensor(action_space.low))
+            self.register_buffer("high", torch.as_tensor(action_space.high))
         num_actions = int(action_space.n) if discrete else math.prod(action_space.shape)
         self.moments = RunningMoments(shape)
         self.encoder = embedding(shape, [nn.LazyLinear(self.FEATURES)])
@@ -135,23 +143,30 @@ class ICM(nn.Module):
         self.forward_model = nn.Sequential(nn.Linear(size + num_actions, size), nn.ReLU(), nn.Linear(size, size))
         self.inverse_model = nn.Sequential(nn.Linear(2 * size, size), nn.ReLU(), nn.Linear(size, num_actions))
 
+    def taken(self, actions: Tensor) -> Tensor:
+        """What environments get of actions [B, ...]: those of a `Box` within its bounds."""
+        return actions.clamp(self.low, self.high) if isinstance(self.action_space, gym.spaces.Box) else actions
+
     def features(self, obs: Tensor, actions: Tensor, next_obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features of the next observations, those predicted, and the inverse model's output: [B, ...] each."""
         now, then = self.encoder(self.moments(obs)), self.encoder(self.moments(next_obs))
-        inputs = actions
+        inputs = self.taken(actions)
         if isinstance(self.action_space, gym.spaces.Discrete):
             inputs = F.one_hot(actions, int(self.action_space.n))
         predicted = self.forward_model(torch.cat([now, inputs.float()], dim=-1))
         return then, predicted, self.inverse_model(torch.cat([now, then], dim=-1))
 
     def rewards(self, obs: Tensor, actions: Tensor, next_obs: Tensor, within: Tensor) -> Tensor:
-        """Half the squared error of the forward model (equation 6, without its scale eta): float32 [B]. 0 unless a step
-        is `within` [B] an episode: no action leads into the next, which would always surprise."""
+        """Half the squared error of the forward model (equation 6, without its scale eta): float32 [B].
+
+        Of steps from `obs` to `next_obs` [B, *observation_shape] by `actions` [B, ...]. 0 where `within` [B] is 0 and
+        not 1, as at an episode's end: no action leads into the next one, which would always surprise.
+        """
         then, predicted, _ = self.features(obs, actions, next_obs)
         return 0.5 * (predicted - then).square().sum(-1) * within
 
     def loss(self, obs: Tensor, actions: Tensor, next_obs: Tensor, within: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The losses of both models, over the steps that are `within` [B] an episode, and metrics."""
+        """The losses of both models, means over the steps that are `within` [B] an episode, and metrics."""
         then, predicted, told = self.features(obs, actions, next_obs)
         forward_loss = 0.5 * (predicted - then).square().sum(-1)
         if isinstance(self.action_space, gym.spaces.Discrete):
@@ -159,7 +174,7 @@ class ICM(nn.Module):
         elif isinstance(self.action_space, gym.spaces.MultiBinary):
             inverse_loss = F.binary_cross_entropy_with_logits(told, actions, reduction="none").sum(-1)
         else:
-            inverse_loss = (told - actions).square().sum(-1)
+            inverse_loss = (told - self.taken(actions)).square().sum(-1)
         weights = within / within.sum().clamp(min=1)
         forward_loss, inverse_loss = (forward_loss * weights).sum(), (inverse_loss * weights).sum()
         metrics = {"losses/icm_forward_loss": forward_loss, "losses/icm_inverse_loss": inverse_loss}
@@ -261,6 +276,9 @@ class Intrinsic:
         next_obs = torch.cat([rollout.obs[1:], last_obs.unsqueeze(0)])
         return tuple(x.flatten(0, 1) for x in (rollout.obs, rollout.actions, next_obs, 1 - rollout.dones))
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.networks.named_parameters("intrinsic")
+
     def state_dict(self) -> dict[str, Any]:
         parts = {"networks": self.networks, "optimizer": self.optimizer, "normalizer": self.normalizer}
         return {name: part.state_dict() for name, part in parts.items()} | {"generator": self.generator.get_state()}
@@ -299,8 +317,14 @@ def make_intrinsic(
 
 
 def check_intrinsic(args: Any) -> None:
-    """Raise InputError for settings of intrinsic rewards that would do nothing."""
+    """Raise InputError for settings of intrinsic rewards that would do nothing, or cannot work."""
+    if args.intrinsic_reward == "none":
+        defaults = type(args)()
+        for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining"):
+            message = f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or leave it out."
+            require(getattr(args, name) == getattr(defaults, name), message)
+    require(args.intrinsic_gamma < 1, "--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less.")
     require(
-        args.intrinsic_reward != "none" or not args.pretraining,
-        "--pretraining learns from intrinsic rewards alone: add --intrinsic-reward rnd or icm.",
+        args.intrinsic_coef > 0 or not args.pretraining,
+        "--pretraining with --intrinsic-coef 0 has nothing to learn from: use a number above 0.",
     )

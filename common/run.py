@@ -48,8 +48,8 @@ LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no 
 def check_run(args: Any) -> None:
     """Raise InputError if no run folder can be made in --runs-dir, --track or --capture-video lacks its package, or
     --init-heads lacks --init-from."""
-    if args.init_heads == "reset" and not args.init_from:
-        raise InputError("--init-heads reset is for a run that starts from another: add --init-from, or leave it out.")
+    if args.init_heads != "keep" and not args.init_from:
+        raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
     if args.track and not importlib.util.find_spec("wandb"):
         raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.")
     if args.capture_video and not importlib.util.find_spec("av"):

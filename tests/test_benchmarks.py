@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ppo
+from common.errors import InputError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
@@ -242,12 +243,13 @@ def test_scaling_compares_in_each_round():
 def test_exploration_from_runs_to_table(tmp_path, monkeypatch):
     """Fine-tuning starts from the pretrained run, and nothing is run twice."""
     monkeypatch.setattr(exploration, "FOLDER", tmp_path / "exploration")
-    steps = {"total_timesteps": 2048}
     variants = {
-        "pretraining": exploration.VARIANTS["pretraining"] | steps,
-        "fine-tuned-new-heads": exploration.VARIANTS["fine-tuned-new-heads"] | steps,
+        variant: (exploration.VARIANTS[variant][0].replace("150000", "2048"), exploration.VARIANTS[variant][1])
+        for variant in ("pretraining", "fine-tuned-new-heads")
     }
     monkeypatch.setattr(exploration, "VARIANTS", variants)
+    with pytest.raises(InputError, match="not all seeds of pretraining are there: add --run"):
+        exploration.main(exploration.Args(seeds=2))
     exploration.main(exploration.Args(run=True, seeds=2))
     files = sorted(tmp_path.glob("exploration/*.csv"))
     assert [file.stem for file in files] == [
@@ -257,8 +259,10 @@ def test_exploration_from_runs_to_table(tmp_path, monkeypatch):
     assert "--init-from runs/MountainCar-v0__pretraining__1__" in command
     assert str(tmp_path) not in command
     before = [file.stat().st_mtime_ns for file in files]
+    files[1].unlink()  # of seed 2
     exploration.main(exploration.Args(run=True, seeds=2))
-    assert before == [file.stat().st_mtime_ns for file in files]
+    after = [file.stat().st_mtime_ns for file in files]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True, False]
     table = (tmp_path / "exploration" / "exploration.md").read_text().splitlines()
     assert table[2:] == [
         "| pretraining | 2,048 | never, never | nan, nan |",

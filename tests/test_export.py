@@ -19,6 +19,7 @@ import export
 CASES = [
     (ppo, {"env_id": "starpilot", "precision": "bf16"}),
     (ppo, {"env_id": "Pendulum-v1"}),
+    (ppo, {"env_id": "TestDouble-v0"}),
     (ppg, {"env_id": "starpilot", "arch": "dual"}),
     (impala, {"env_id": "CartPole-v1"}),
     (impala, {"env_id": "starpilot", "use_lstm": True}),
@@ -40,7 +41,7 @@ def test_exported_policy_gives_the_same_logits(script, settings, tmp_path):
     export.export(run_dir, tmp_path / "policy.pt")
     agent, args = load_agent(run_dir)
     agent.bf16 = False
-    shape = {"starpilot": (64, 64, 3), "Pendulum-v1": (3,), "CartPole-v1": (4,)}[args.env_id]
+    shape = {"starpilot": (64, 64, 3), "Pendulum-v1": (3,), "CartPole-v1": (4,), "TestDouble-v0": (1,)}[args.env_id]
     obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8) if len(shape) == 3 else torch.randn(5, *shape)
     state = (torch.randn(2, 5, args.feature_dim),) if settings.get("use_lstm") else ()
     torch.save((obs, *state), tmp_path / "inputs.pt")

@@ -1,7 +1,6 @@
 """Intrinsic rewards: what they are, what is learnt from them, and how they join the task's."""
 
 import copy
-import json
 import math
 
 import gymnasium as gym
@@ -13,12 +12,13 @@ from gymnasium.wrappers import TransformReward
 from helpers import parameters
 from test_checkpoint import check_same_run, interrupted, make_args, resume
 
+import impala
 import ppg
 import ppo
 from common import intrinsic
 from common.checkpoint import load_weights
 from common.envs import RewardNormalizer
-from common.errors import InputError
+from common.errors import InputError, TrainingError
 from common.world import ALONE
 
 VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
@@ -43,6 +43,7 @@ def random_rollout(space=VECTOR, action_space=ACTIONS["discrete"], script=ppo):
     return rollout._replace(
         obs=obs[:-1].to(rollout.obs.dtype), actions=torch.as_tensor(actions).to(rollout.actions.dtype),
         rewards=torch.randn(T, N), values=torch.randn(T, N), dones=(torch.rand(T, N) < 0.3).float(),
+        truncation_values=torch.randn(T, N),
     ), obs[-1].to(rollout.obs.dtype)  # fmt: skip
 
 
@@ -106,11 +107,13 @@ def test_icm(name):
     space.seed(0)
     actions = torch.as_tensor(np.stack([space.sample() for _ in range(8)]))
     actions = actions if name == "discrete" else actions.float()
+    drawn = 3 * actions if name == "box" else actions
+    actions = drawn.clamp(-1, 1) if name == "box" else actions  # what the environment gets
     within = torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])
     now, then = (model.encoder(model.moments(x)) for x in (obs, next_obs))
     inputs = F.one_hot(actions, 4).float() if name == "discrete" else actions
     errors = ((model.forward_model(torch.cat([now, inputs], 1)) - then) ** 2).sum(1) / 2
-    torch.testing.assert_close(model.rewards(obs, actions, next_obs, within), errors * within)
+    torch.testing.assert_close(model.rewards(obs, drawn, next_obs, within), errors * within)
     told = model.inverse_model(torch.cat([now, then], 1))
     if name == "discrete":
         inverse = -told.log_softmax(1)[torch.arange(8), actions]
@@ -118,7 +121,7 @@ def test_icm(name):
         inverse = -(actions * F.logsigmoid(told) + (1 - actions) * F.logsigmoid(-told)).sum(1)
     else:
         inverse = ((told - actions) ** 2).sum(1)
-    loss, metrics = model.loss(obs, actions, next_obs, within)
+    loss, metrics = model.loss(obs, drawn, next_obs, within)
     counted = within.bool()
     expected = 0.2 * errors[counted].mean() + 0.8 * inverse[counted].mean()
     torch.testing.assert_close(loss, expected)
@@ -149,6 +152,7 @@ def test_rewards_are_of_each_step_and_go_on_across_episodes(kind, space):
     scaled = RewardNormalizer(N, 0.99, clip=math.inf)(raw.numpy(), np.zeros((T, N)))  # no episode ends
     np.testing.assert_allclose(novelty.rewards, scaled, rtol=1e-4)
     assert not novelty.dones.any()
+    assert not novelty.truncation_values.any()
     moments = intrinsic.RunningMoments(space.shape)
     moments.update(next_obs.flatten(0, 1))
     torch.testing.assert_close(model.moments.mean, moments.mean)
@@ -173,6 +177,34 @@ def test_advantages_are_joined(kind, script):
     torch.testing.assert_close(found[False][1], advantages + rollout.values)
     torch.testing.assert_close(found[True][0], 3 * intrinsic_advantages)
     torch.testing.assert_close(found[True][1], intrinsic_advantages + novelty.values)
+
+
+@KINDS
+def test_the_model_learns_from_the_rollout(kind):
+    """What it is shown again and again is new no more: `epochs` x minibatches of steps a call."""
+    made = make(kind, learning_rate=1e-3)
+    rollout, last_obs = random_rollout()
+    history = [made(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae)[2] for _ in range(100)]
+    losses = {"rnd": ["losses/rnd_loss"], "icm": ["losses/icm_forward_loss", "losses/icm_inverse_loss"]}[kind]
+    for tag in losses:
+        assert history[-1][tag] < 0.3 * history[0][tag]
+    steps = {int(state["step"]) for state in made.optimizer.state.values()}
+    assert steps == {100 * 3 * 2}
+    learning = {name for name, parameter in made.named_parameters() if parameter.requires_grad}
+    assert len(made.optimizer.state) == len(learning)
+    assert not any("target" in name for name in learning)
+
+
+@pytest.mark.parametrize(("script", "epochs"), [(ppo, 5), (ppg, 4)], ids=["ppo", "ppg"])
+def test_epochs_are_those_of_the_script(script, epochs, tmp_path, monkeypatch):
+    made = []
+    init = intrinsic.Intrinsic.__init__
+    monkeypatch.setattr(
+        intrinsic.Intrinsic, "__init__", lambda self, *args: (init(self, *args), made.append(self.epochs))[0]
+    )
+    passes = {"update_epochs": 5} if script is ppo else {"e_policy": 1, "e_value": 4}
+    script.main(make_args(script, tmp_path, intrinsic_reward="rnd", total_timesteps=32, **passes))
+    assert made == [epochs]
 
 
 def test_the_value_function_learns_the_intrinsic_returns():
@@ -207,8 +239,8 @@ def test_the_state_is_all_there_is(kind):
 def test_without_weight_it_changes_nothing(script, kind, tmp_path):
     """The agent draws the same numbers with and without it."""
     plain, with_zero = (
-        script.main(make_args(script, tmp_path / name, intrinsic_reward=reward, intrinsic_coef=0.0))
-        for name, reward in (("plain", "none"), ("zero", kind))
+        script.main(make_args(script, tmp_path / name, **settings))
+        for name, settings in (("plain", {}), ("zero", {"intrinsic_reward": kind, "intrinsic_coef": 0.0}))
     )
     mine, theirs = parameters(plain), parameters(with_zero)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -248,39 +280,58 @@ def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
     check_same_run(path, whole)
 
 
-def test_fine_tuning_keeps_or_resets_the_heads(tmp_path):
-    """With another number of actions, they can only be reset."""
-    settings = {"intrinsic_reward": "rnd", "pretraining": True, "learning_rate": 1e-2}
-    source = ppo.main(make_args(ppo, tmp_path / "pretrained", **settings))
+@pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
+def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path):
+    settings = {} if script is impala else {"intrinsic_reward": "rnd", "pretraining": True}
+    source = script.main(make_args(script, tmp_path / "pretrained", learning_rate=1e-2, **settings))
     weights = parameters(source)
-    frozen = {"init_from": str(source), "learning_rate": 0.0}
-    kept = parameters(ppo.main(make_args(ppo, tmp_path / "kept", **frozen)))
-    assert all(torch.equal(kept[name], weights[name]) for name in weights)
-    reset = parameters(ppo.main(make_args(ppo, tmp_path / "reset", **frozen, init_heads="reset")))
-    fresh = parameters(ppo.main(make_args(ppo, tmp_path / "fresh", learning_rate=0.0)))
-    heads = {name for name in weights if name.startswith(("policy_head", "value_head"))}
-    assert len(heads) == 4
-    assert all(torch.equal(reset[name], (fresh if name in heads else weights)[name]) for name in weights)
-    assert not torch.equal(reset["policy_head.linear.weight"], weights["policy_head.linear.weight"])
-    assert json.loads((source / "args.json").read_text())["pretraining"]
+    frozen = {"learning_rate": 0.0, "anneal_lr": False}
+    fresh = parameters(script.main(make_args(script, tmp_path / "fresh", **frozen)))
+    heads = {name for name in weights if "_head." in name}
+    policy = {name for name in heads if name.startswith("policy_head.")}
+    assert (len(heads), len(policy)) == (6 if script is ppg else 4, 2)
+    assert not any(torch.equal(fresh[name], weights[name]) for name in heads if name.endswith("weight"))
+    for choice, anew in (("keep", set()), ("policy", heads - policy), ("reset", heads)):
+        args = make_args(script, tmp_path / choice, **frozen, init_from=str(source), init_heads=choice)
+        found = parameters(script.main(args))
+        for name in weights:
+            assert torch.equal(found[name], (fresh if name in anew else weights)[name]), (choice, name)
 
     space = gym.spaces.Box(-1, 1, (4,), np.float32)
-    other = ppo.Agent(space, gym.spaces.Discrete(9), ppo.Args())
+    other = script.Agent(space, gym.spaces.Discrete(9), script.Args())  # another number of actions
     load_weights(other, str(source), "reset")
     assert torch.equal(other.encoder.layers[0].weight, weights["encoder.layers.0.weight"])
-    with pytest.raises(InputError, match=r"policy_head\S+ does not fit"):
+    with pytest.raises(InputError, match=r"policy_head\S+ does not fit\): add --init-heads reset"):
         load_weights(other, str(source))
+
+
+def test_broken_intrinsic_networks_are_not_saved(tmp_path, monkeypatch):
+    learn = intrinsic.Intrinsic.learn
+
+    def break_it(self, *args):
+        metrics = learn(self, *args)
+        self.networks["value"][0].bias.data[0] = math.nan
+        return metrics
+
+    monkeypatch.setattr(intrinsic.Intrinsic, "learn", break_it)
+    with pytest.raises(TrainingError, match=r"intrinsic\.value\.0\.bias is not finite after step 32"):
+        ppo.main(make_args(ppo, tmp_path, intrinsic_reward="rnd"))
+    assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
 @BOTH
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"pretraining": True}, "--pretraining learns from intrinsic rewards alone: add --intrinsic-reward rnd or icm"),
+        ({"pretraining": True}, "--pretraining is for intrinsic rewards: add --intrinsic-reward rnd or icm"),
+        ({"intrinsic_coef": 5.0}, "--intrinsic-coef is for intrinsic rewards: add --intrinsic-reward rnd or icm"),
+        ({"intrinsic_gamma": 0.9}, "--intrinsic-gamma is for intrinsic rewards: add --intrinsic-reward rnd or icm"),
+        ({"intrinsic_reward": "rnd", "intrinsic_gamma": 1.0}, "--intrinsic-gamma 1 cannot work"),
+        ({"intrinsic_reward": "rnd", "pretraining": True, "intrinsic_coef": 0.0}, "has nothing to learn from"),
         ({"intrinsic_reward": "novelty"}, "--intrinsic-reward novelty is not known: use one of none, rnd, icm"),
         ({"intrinsic_reward": "rnd", "intrinsic_coef": -1.0}, "--intrinsic-coef -1.0"),
         ({"intrinsic_reward": "rnd", "intrinsic_gamma": 1.5}, "--intrinsic-gamma 1.5"),
-        ({"init_heads": "reset"}, "--init-heads reset .* add --init-from"),
+        ({"init_heads": "reset"}, "--init-heads is for .* add --init-from"),
     ],
     ids=str,
 )
