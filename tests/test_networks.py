@@ -109,13 +109,13 @@ def test_identity_and_xavier_normal_init(script):
     """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs), biases too."""
     torch.manual_seed(0)
     agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="identity"))
-    for layer, inputs in ((agent.encoder.layers[0], 27), (agent.encoder.layers[5], 2048), (agent.value_head, 256)):
+    for layer, inputs in ((agent.encoder.layers[0], 27), (agent.encoder.layers[11], 2048), (agent.value_head, 256)):
         bound = inputs**-0.5
         for values in (layer.weight, layer.bias):
             assert 0 < values.abs().max() <= bound
         assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
     agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="xavier_normal"))
-    weight, bias = agent.encoder.layers[5].weight, agent.encoder.layers[5].bias
+    weight, bias = agent.encoder.layers[11].weight, agent.encoder.layers[11].bias
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (2048 + 256)), rel=0.01)
     assert weight.abs().max() > 4 * weight.std()  # a normal distribution has tails
     assert not bias.any()
