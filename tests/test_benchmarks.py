@@ -110,8 +110,8 @@ def test_throughput_measures_real_runs(algorithm, plain, iterations):
         assert row["steps_per_second"] > 0
         assert all(row[f"{phase}_us"] > 0 for phase in ("act", "env", "learn"))
         assert (row["aux_us"] > 0) == (algorithm == "ppg")
-        assert 0 < row["learn_share_of_matmul"] < 1
-        assert 0 < row["share_of_matmul"] < 1
+        assert 0 < row["learn_share_of_matmul"] < 2  # fp32 convolutions beat fp32 matrix products
+        assert 0 < row["share_of_matmul"] < 2
         assert 0.1 < row["peak_gb"] < 4
     if algorithm != "impala":  # whose actor works at the same time
         for row in rows:

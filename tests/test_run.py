@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import impala
 import ppg
 import ppo
+from common.device import resolve_precision
 from common.run import Run, command, make_run_dir
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,7 @@ def finished(request, tmp_path_factory):
         patch.setattr(script, "Agent", keep)
         start = time.time()
         path = script.main(args)
+    args = dataclasses.replace(args, precision=resolve_precision("auto", "cpu"))  # what a run was made with, it records
     return SimpleNamespace(script=script, args=args, path=path, agent=agents[0], start=start, end=time.time())
 
 
