@@ -32,6 +32,7 @@ from DeepMind's scalable_agent:
    none: its step limits count as deaths, as in the published runs of PPO.
 7. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
 8. Vector observations go through one MLP for policy and value, and are not normalised.
+9. Where the processor has instructions for it, the convolutional encoder computes in bfloat16 (`--precision`).
 """
 
 import copy

@@ -26,6 +26,7 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. What diff
    rollout at a time by a return discounted by .99 (not .999), an Adam of its own for the auxiliary phase, and the
    value's passes before the policy's where `--e-value` differs from `--e-policy`.
 7. Vector observations go through MLPs and are not normalised.
+8. Where the processor has instructions for it, the convolutional encoder computes in bfloat16 (`--precision`).
 """
 
 import math
@@ -584,7 +585,10 @@ def update(
     args: Args,
     world: World = ALONE,
 ) -> dict[str, Tensor]:
-    """Policy phase: train on a rollout in minibatches of whole environments. Returns the means of the metrics."""
+    """Policy phase: train on a rollout in minibatches of whole environments. Returns the means of the metrics.
+
+    advantages, returns: [T, N], what the policy learns from and what the values are to be.
+    """
     if args.norm_adv == "batch":
         advantages = normalize_advantages(advantages, world)
 

@@ -19,6 +19,7 @@ run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_p
    and the heads are orthogonal; CleanRL has PyTorch's default and orthogonal heads. Max-pooling pads both sides of a
    frame, as in CleanRL; TensorFlow's pads one.
 6. Vector observations go through one MLP for policy and value, and are not normalised.
+7. Where the processor has instructions for it, the convolutional encoder computes in bfloat16 (`--precision`).
 """
 
 import math
@@ -526,7 +527,10 @@ def update(
     args: Args,
     world: World = ALONE,
 ) -> dict[str, Tensor]:
-    """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics."""
+    """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics.
+
+    advantages, returns: [T, N], what the policy learns from and what the values are to be.
+    """
     if args.norm_adv == "batch":
         advantages = normalize_advantages(advantages, world)
 

@@ -296,6 +296,7 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                     running.remove(each)
                     free.append(device)
                     file.close()
+                    look(job, args.runs_dir)  # a short run's folder may be new since the last time
                     end(job, process.returncode, args, Path(file.name))
                     changed = True
                 for job in jobs:
