@@ -100,10 +100,8 @@ def table(curves: dict[str, list[Curve]]) -> str:
                 ", ".join(f"{end:.0f}" for end in ends),
             ]
         )
-    return (
-        "\n".join(markdown(["run", "its steps", "first at the top, by seed", "return at the end, by seed"], rows))
-        + "\n"
-    )
+    columns = ["run", "its steps", "first at the top, by seed", "return at the end, by seed"]
+    return "\n".join([*markdown(columns, rows), ""])
 
 
 def plot(curves: dict[str, list[Curve]], path: Path) -> None:

@@ -435,6 +435,14 @@ def moments(x: np.ndarray) -> tuple[int, float, float]:
     return x.size, x.mean(), x.var()
 
 
+def merge_moments(running: tuple[Any, Any, Any], batch: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Size, mean and variance of two sets together, from those of each (Chan et al. 1979): numbers or tensors."""
+    (count, mean, var), (size, batch_mean, batch_var) = running, batch
+    total, delta = count + size, batch_mean - mean
+    squares = var * count + batch_var * size + delta**2 * count * size / total
+    return total, mean + delta * size / total, squares / total
+
+
 class RewardNormalizer:
     """Divide rewards by the running standard deviation of the discounted return, then clip them.
 
@@ -478,14 +486,8 @@ class RewardNormalizer:
         return np.clip(rewards / np.sqrt(self.var + self.epsilon), -self.clip, self.clip).astype(np.float32)
 
     def update(self, returns: np.ndarray) -> None:
-        """Merge the moments of a batch into the running ones (Chan et al. 1979)."""
-        size, mean, var = self.moments(returns)
-        total = self.count + size
-        delta = mean - self.mean
-        squares = self.var * self.count + var * size + delta**2 * self.count * size / total
-        self.mean += delta * size / total
-        self.var = squares / total
-        self.count = total
+        """Merge the moments of a batch into the running ones."""
+        self.count, self.mean, self.var = merge_moments((self.count, self.mean, self.var), self.moments(returns))
 
     def state_dict(self) -> dict[str, Any]:
         return {"returns": self.returns.tolist(), "count": self.count, "mean": float(self.mean), "var": float(self.var)}

@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.envs import RewardNormalizer
+from common.envs import RewardNormalizer, merge_moments
 from common.errors import flag, require
 from common.world import World
 
@@ -37,7 +37,7 @@ CHUNK = 1024  # observations that go through a network at a time where no gradie
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of all observations so far, of each pixel or number (Chan et al. 1979)."""
+    """Mean and variance of all observations so far, of each pixel or number."""
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
@@ -48,13 +48,11 @@ class RunningMoments(nn.Module):
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
         """Let observations [B, *shape] of any type enter."""
-        x, size = x.double(), len(x)
-        mean, var = x.mean(0), x.var(0, correction=0)
-        delta, total = mean - self.mean, self.count + size
-        squares = self.var * self.count + var * size + delta**2 * self.count * size / total
-        self.mean += delta * size / total
-        self.var.copy_(squares / total)
-        self.count.copy_(total)
+        x = x.double()
+        running = self.count, self.mean, self.var
+        merged = merge_moments(running, (len(x), x.mean(0), x.var(0, correction=0)))
+        for buffer, value in zip(running, merged, strict=True):
+            buffer.copy_(value)
 
     def forward(self, x: Tensor) -> Tensor:
         """Observations [B, *shape] less their mean, over their standard deviation, clipped; float32."""
