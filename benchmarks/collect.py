@@ -4,8 +4,8 @@
 
 Each run folder becomes benchmarks/results/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
-last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine) stands beside it, and in seed<k>.eval.csv
-the evaluations of a run with --eval-interval.
+last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine, seconds of the run without its pauses)
+stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-interval.
 """
 
 import json
@@ -17,6 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.checkpoint import MAY_CHANGE
+from common.errors import InputError, one_line_errors, require
+from common.run import read_json
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 def collect(run_dir: Path) -> Path:
     """Copy one run's curve; return the CSV written.
 
-    Raises ValueError for a run that has not ended, or whose settings differ from those of the seeds already there.
+    Raises InputError for a run that has not ended, or whose settings differ from those of the seeds already there.
     """
     args, meta, curve = finished_run(run_dir)
     levels = args["num_levels"] or "all"
@@ -32,7 +34,7 @@ def collect(run_dir: Path) -> Path:
     for neighbour in folder.glob("*.meta.json"):
         theirs = json.loads(neighbour.read_text())["command"]
         if same_settings(theirs) != same_settings(meta["command"]):
-            raise ValueError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
+            raise InputError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
     write_curve(target, curve, meta)
     if args.get("eval_interval"):
@@ -41,20 +43,21 @@ def collect(run_dir: Path) -> Path:
 
 
 def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Settings, origin and curve of a run. Raises ValueError for one that has not ended."""
-    args, meta = (json.loads((run_dir / name).read_text()) for name in ("args.json", "meta.json"))
+    """Settings, origin and curve of a run. Raises InputError for one that has not ended."""
+    args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
+    require(bool(args and meta), f"{run_dir} is no run folder: there is no readable args.json and meta.json.")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     curve = (run_dir / "progress.csv").read_text()
-    steps = int(curve.splitlines()[-1].split(",")[0])
-    if steps < args["total_timesteps"]:
-        raise ValueError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
-    return args, meta, curve
+    steps, seconds = curve.splitlines()[-1].split(",")[:2]
+    if int(steps) < args["total_timesteps"] or not meta["finished"]:  # after the last row come the last evaluations
+        raise InputError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
+    return args, meta | {"seconds": float(seconds)}, curve
 
 
 def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
-    """Write a curve with its origin beside it. Raises ValueError where another curve is."""
+    """Write a curve with its origin beside it. Raises InputError where another curve is."""
     if target.exists() and target.read_text() != curve:
-        raise ValueError(f"{target} holds another run of this seed: remove it first")
+        raise InputError(f"{target} holds another run of this seed: remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(curve)
     target.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -76,5 +79,6 @@ def same_settings(command: str) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(collect(Path(name)))
+    with one_line_errors():
+        for name in sys.argv[1:]:
+            print(collect(Path(name)))

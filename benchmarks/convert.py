@@ -4,10 +4,12 @@
     python benchmarks/convert.py benchmarks/results/easy-all/ppo/starpilot/seed1.csv events/
 
 The CSV is that of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
-episodes that ended in them, mean return of the last 100.
+episodes that ended in them, mean return of the last 100. Event files that were made of such a CSV give it again, with
+its own rows.
 """
 
 import csv
+import math
 import sys
 import time
 from collections import deque
@@ -24,6 +26,7 @@ from common.errors import InputError, one_line_errors, require
 from common.run import CSV_COLUMNS
 
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
+LAST_100, COUNT = "charts/last_100_return", "charts/episodes"  # with COUNT, EPISODE is the mean of so many episodes
 COLUMNS = CSV_COLUMNS["progress.csv"]
 
 
@@ -46,6 +49,8 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
     events.Reload()
     if EPISODE not in events.Tags()["scalars"]:
         raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
+    if COUNT in events.Tags()["scalars"]:
+        return from_rows(events)
     episodes, first = events.Scalars(EPISODE), events.FirstEventTimestamp()
     recent, rows, start = deque(maxlen=100), [], 0
     end = -(-episodes[-1].step // every) * every
@@ -63,6 +68,17 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
     return rows
 
 
+def from_rows(events: EventAccumulator) -> list[dict[str, str]]:
+    """The rows that `to_events` wrote."""
+    returns, recent = ({event.step: event.value for event in events.Scalars(tag)} for tag in (EPISODE, LAST_100))
+    rows = []
+    for event in events.Scalars(COUNT):
+        seconds, count = f"{event.wall_time - events.FirstEventTimestamp():.1f}", str(round(event.value))
+        means = (f"{values.get(event.step, math.nan):.6g}" for values in (returns, recent))
+        rows.append(dict(zip(COLUMNS, (str(event.step), seconds, count, *means), strict=True)))
+    return rows
+
+
 def to_events(source: Path, target: Path) -> None:
     """Write the columns of a CSV as scalars: a row at its step, as if the run had started now."""
     with source.open(newline="") as file:
@@ -72,10 +88,10 @@ def to_events(source: Path, target: Path) -> None:
         start = time.time()
         for row in rows:
             step, now = int(row["step"]), start + float(row["seconds"])
-            for tag, column in ((EPISODE, "episodic_return"), ("charts/last_100_return", "last_100_return")):
+            for tag, column in ((EPISODE, "episodic_return"), (LAST_100, "last_100_return")):
                 if row[column] != "nan":
                     writer.add_scalar(tag, float(row[column]), step, walltime=now)
-            writer.add_scalar("charts/episodes", int(row["episodes"]), step, walltime=now)
+            writer.add_scalar(COUNT, int(row["episodes"]), step, walltime=now)
 
 
 def main(args: Args) -> None:

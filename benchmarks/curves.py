@@ -75,14 +75,24 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, f
     return mean(ours) - mean(theirs), float(low), float(high)
 
 
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % t-interval of a mean. Two values at least."""
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return float(low), float(high)
+
+
 def mean_over_games(games: Sequence[np.ndarray]) -> np.ndarray:
     """The mean of each game's mean over its runs, which are along the last axis."""
     return np.mean([runs.mean(axis=-1) for runs in games], axis=0)
 
 
 def interquartile_mean(games: Sequence[np.ndarray]) -> np.ndarray:
-    """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264)."""
-    return stats.trim_mean(np.concatenate(games, axis=-1), 0.25, axis=-1)
+    """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264).
+
+    Of n runs the int(n / 4) least and the int(n / 4) most are left out; NaN for less than four, where that is none.
+    """
+    runs = np.concatenate(games, axis=-1)
+    return stats.trim_mean(runs, 0.25, axis=-1) if runs.shape[-1] >= 4 else np.full(runs.shape[:-1], np.nan)
 
 
 def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
@@ -100,11 +110,12 @@ def with_interval(
 ) -> tuple[float, float, float]:
     """A statistic of the runs of several games, with its stratified bootstrap 95 % interval: value, low, high.
 
-    Runs are drawn again game by game. The interval is NaN where a game has a single run.
+    Runs are drawn again game by game. The interval is NaN where a game has a single run, and too narrow where it has
+    few: of two or three games with two runs each it holds the true mean in some 70 of 100 cases, with three in some 80.
     """
     games = [np.asarray(runs, dtype=float) for runs in games]
     value = float(statistic(games))
-    if min(map(len, games)) < 2:
+    if min(map(len, games)) < 2 or math.isnan(value):
         return value, math.nan, math.nan
     result = stats.bootstrap(
         tuple(games),

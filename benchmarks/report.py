@@ -8,9 +8,11 @@ wall-clock time, train-test gaps, means over games, and verdicts. Figures and `r
 
 A score at a mark is the mean return of all episodes that ended in the last 131,072 steps before it (524,288 after 6.5M;
 in hard mode four times all of this: the blocks of the published curves), a run one number. Differences come with 95 %
-t-intervals, means over games with stratified bootstrap ones.
+t-intervals, means over games with stratified bootstrap ones. A score on held-out levels is that of the policy in the
+middle of these steps, between two evaluations: as an agent learns, one at their end would make the gap too small.
 """
 
+import bisect
 import csv
 import json
 import math
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -53,7 +56,7 @@ PUBLISHED = {
 }
 TEST = {"easy-200": "ppo_easy_200_test"}
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and no more than this share of the published mean
-COLOURS = {"ppo": "C0", "ppg": "C1", "impala": "C2"}
+ALGORITHMS = ("ppo", "ppg", "impala")  # which have the same colours in all figures
 
 
 @dataclass
@@ -99,6 +102,9 @@ class Protocol:
         file, label = names.get(algorithm, names.get("", ("", "-")))
         return (reference(file) if file else {}), label
 
+    def colour(self, algorithm: str) -> str:
+        return f"C{[*dict.fromkeys((*ALGORITHMS, *self.runs))].index(algorithm) % 10}"
+
 
 reference = cache(curves.read_reference)
 
@@ -106,7 +112,7 @@ reference = cache(curves.read_reference)
 def read_protocols(results: Path) -> list[Protocol]:
     """The protocols that have runs; other folders in `results` are passed over."""
     protocols = []
-    for folder in sorted(results.glob("*-*/")):
+    for folder in sorted(results.glob("*-*/"), key=lambda folder: (not folder.name.endswith("-all"), folder.name)):
         if folder.name.split("-")[0] not in RETURN_RANGES:
             continue
         runs = {}
@@ -124,9 +130,10 @@ def read_protocols(results: Path) -> list[Protocol]:
 
 def verdict(ours: list[float], published: list[float]) -> tuple[str, str, str]:
     """The difference of the means, its 95 % interval, and what they say."""
+    if not published:
+        return "-", "-", "nothing published"
     if min(len(ours), len(published)) < 2:
-        gap = f"{mean(ours) - mean(published):+.2f}" if ours and published else "-"
-        return gap, "-", "too few seeds to say"
+        return f"{mean(ours) - mean(published):+.2f}", "-", "too few seeds to say"
     middle, low, high = curves.difference(ours, published)
     if low > 0 or high < 0:
         words = "above" if low > 0 else "below"
@@ -147,7 +154,8 @@ def verdict_table(protocol: Protocol) -> list[str]:
                 if ours:
                     theirs = published[game].scores(steps) if game in published else []
                     texts = [", ".join(f"{score:.2f}" for score in scores) or "-" for scores in (ours, theirs)]
-                    rows.append([f"{algorithm} {game}", mark, *texts, label, *verdict(ours, theirs)])
+                    of = label if theirs else "-"
+                    rows.append([f"{algorithm} {game}", mark, *texts, of, *verdict(ours, theirs)])
     return readme.markdown(columns, rows)
 
 
@@ -158,6 +166,8 @@ def by_game(protocol: Protocol, scores: dict[str, list[float]]) -> list[list[flo
 
 def interval(values: tuple[float, float, float]) -> str:
     middle, low, high = values
+    if math.isnan(middle):
+        return "-"
     return f"{middle:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
 
 
@@ -189,43 +199,72 @@ def aggregate_table(protocol: Protocol) -> list[str]:
     return readme.markdown(columns, rows)
 
 
-def read_evaluations(path: Path) -> list[tuple[int, float]]:
-    """Steps and mean returns of the evaluations with the stochastic policy; of several games the mean."""
-    evaluations = {}
+class Evaluations(NamedTuple):
+    """A run's eval.csv, of the stochastic policy: a row an evaluation, over several games the mean."""
+
+    steps: list[int]
+    returns: list[float]
+    errors: list[float]  # standard errors
+
+    def at(self, step: float) -> tuple[float, float] | None:
+        """Return and standard error, from the evaluations before and after `step`; None where one is missing."""
+        after = bisect.bisect_left(self.steps, step)
+        if after == len(self.steps) or (after == 0 and self.steps[0] > step):
+            return None
+        before = max(after - 1, 0)
+        share = (step - self.steps[before]) / max(self.steps[after] - self.steps[before], 1)
+        error = math.hypot((1 - share) * self.errors[before], share * self.errors[after])
+        return (1 - share) * self.returns[before] + share * self.returns[after], error
+
+
+def read_evaluations(path: Path) -> Evaluations:
+    games = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if row["policy"] == "stochastic":
-                evaluations.setdefault(int(row["step"]), []).append(float(row["episodic_return"]))
-    return [(step, mean(returns)) for step, returns in evaluations.items()]
+                pair = float(row["episodic_return"]), float(row["standard_error"])
+                games.setdefault(int(row["step"]), []).append(pair)
+    returns = [mean(value for value, _ in pairs) for pairs in games.values()]
+    errors = [math.hypot(*(error for _, error in pairs)) / len(pairs) for pairs in games.values()]
+    return Evaluations(list(games), returns, errors)
+
+
+def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
+    """By seed, of the runs that were evaluated."""
+    folder = protocol.folder / algorithm / game
+    paths = {seed: folder / f"seed{seed}.eval.csv" for seed in sorted(protocol.runs[algorithm][game])}
+    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
 
 
 def gap_table(protocol: Protocol) -> list[str]:
     """Training levels against held-out ones, where runs were evaluated."""
-    columns = ["run", "mark", "training levels", "held-out levels", "gap", "published: training, held-out"]
+    columns = ["run", "mark", "training levels", "held-out levels", "gap", "95 % interval"]
+    columns += ["published: training, held-out", "gap"]
     rows = []
     test = reference(TEST[protocol.name]) if protocol.name in TEST else {}
     for algorithm, games in protocol.runs.items():
         train = protocol.published(algorithm)[0]
         for game, runs in sorted(games.items()):
-            paths = {seed: protocol.folder / algorithm / game / f"seed{seed}.eval.csv" for seed in sorted(runs)}
-            evaluations = {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
+            evaluations = evaluations_of(protocol, algorithm, game)
             for mark, steps in MARKS.items():
+                window = protocol.window(steps)
                 pairs = []
                 for seed, evaluated in evaluations.items():
-                    curve = runs[seed]
-                    if curve.steps[-1] < steps:
-                        continue
-                    # evaluations come at the end of an iteration, so that the nearest may be a little after the mark
-                    step, held_out = min(evaluated, key=lambda each: abs(each[0] - steps))
-                    if abs(step - steps) <= protocol.window(steps):
-                        pairs.append((curves.score(curve, step, protocol.window(step)), held_out))
-                if pairs:
-                    mine, others = ([pair[n] for pair in pairs] for n in (0, 1))
-                    both = "-"
-                    if game in test and train[game].scores(steps):
-                        both = f"{mean(train[game].scores(steps)):.2f}, {mean(test[game].scores(steps)):.2f}"
-                    texts = [", ".join(f"{value:.2f}" for value in values) for values in (mine, others)]
-                    rows.append([f"{algorithm} {game}", mark, *texts, f"{mean(mine) - mean(others):.2f}", both])
+                    end = max((step for step in runs[seed].steps if step <= steps), default=0)  # of an iteration
+                    held_out = evaluated.at(end - window / 2)
+                    if runs[seed].steps[-1] >= steps and held_out:
+                        pairs.append((curves.score(runs[seed], steps, window), *held_out))
+                if not pairs:
+                    continue
+                gaps = [trained - held_out for trained, held_out, _ in pairs]
+                low_high = "{:.2f} to {:.2f}".format(*curves.mean_interval(gaps)) if len(gaps) > 1 else "-"
+                mine = ", ".join(f"{trained:.2f}" for trained, _, _ in pairs)
+                others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in pairs)
+                published = ["-", "-"]
+                if game in test and train[game].scores(steps):
+                    both = [mean(curve[game].scores(steps)) for curve in (train, test)]
+                    published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
+                rows.append([f"{algorithm} {game}", mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
     return readme.markdown(columns, rows)
 
 
@@ -234,17 +273,19 @@ def seed_of(path: Path) -> int:
 
 
 def commands(protocol: Protocol) -> list[str]:
-    """The command that repeats a run, for each task: that of its first seed."""
+    """A command for each row of the verdicts: all runs of an algorithm on a game."""
     found = {}
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
-        meta = json.loads(path.read_text())
-        text = f"{seed_of(path)} (commit {str(meta['commit'])[:7]})"
-        found.setdefault(path.parent, []).append((meta["command"], text))
-    return [
-        f"{seeds[0][0]}".ljust(80)
-        + f" # {folder.parent.name} {folder.name}, seeds {', '.join(text for _, text in seeds)}"
-        for folder, seeds in found.items()
-    ]
+        found.setdefault(path.parent, {})[seed_of(path)] = json.loads(path.read_text())
+    lines = []
+    for folder, metas in found.items():
+        command = next(iter(metas.values()))["command"]
+        if len(metas) > 1:
+            command = f"{re.sub(r' --seed [0-9]+', '', command)} --seed $seed"
+            command = f"for seed in {' '.join(map(str, metas))}; do {command}; done"
+        commits = [meta["commit"][:7] + " with changes" * meta["dirty"] for meta in metas.values()]
+        lines += [f"# {folder.parent.name} {folder.name} (made at {', '.join(dict.fromkeys(commits))})", command]
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -262,36 +303,48 @@ def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
 
 
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
-    """The mean of runs [N, points] and a band from the least to the most of them."""
+    """The mean of runs [N, points] and a band from the least to the most of them; NaN where a run has no point."""
+    runs = np.ma.masked_invalid(runs)
     axis.plot(x, runs.mean(axis=0), **style)
     if len(runs) > 1:
         axis.fill_between(x, runs.min(axis=0), runs.max(axis=0), color=style["color"], alpha=0.2, linewidth=0)
 
 
 def smoothed(protocol: Protocol, curve: curves.Curve, ends: range) -> list[float]:
-    return [curves.score(curve, end, protocol.window()) for end in ends]
+    """Scores at `ends`, NaN after the run's end."""
+    return [curves.score(curve, end, protocol.window()) if end <= curve.steps[-1] else math.nan for end in ends]
 
 
 def curve_figure(protocol: Protocol, path: Path) -> None:
-    """A panel a game: return against million steps, the published runs in grey."""
+    """A panel a game: return against million steps, on held-out levels dashed. Published runs are grey, or dotted."""
     figure, axes = panels(len(protocol.games))
     step = protocol.window() // 4
     for axis, game in zip(axes, protocol.games, strict=True):
-        longest = 0
+        longest, (published, name) = 0, protocol.published("")
+        references = {name: (published, {"color": "0.5"})}
+        if protocol.name in TEST:
+            references[f"{name}, held-out"] = reference(TEST[protocol.name]), {"color": "0.5", "linestyle": "--"}
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
-            seeds = protocol.runs[algorithm][game]
-            ends = range(step, min(curve.steps[-1] for curve in seeds.values()) + 1, step)
+            runs, colour = list(protocol.runs[algorithm][game].values()), protocol.colour(algorithm)
+            ends = range(step, max(curve.steps[-1] for curve in runs) + 1, step)
             if not ends:  # a run that short has no point
                 continue
             longest = max(longest, ends[-1])
-            values = np.array([smoothed(protocol, curve, ends) for curve in seeds.values()])
-            label = f"{algorithm} (n = {len(seeds)})"
-            draw(axis, np.array(ends) / 1e6, values, color=COLOURS.get(algorithm, "C3"), label=label)
-        published, label = protocol.published("")
-        if game in published:
-            shown = published[game].steps <= longest + 2 * protocol.window()
-            returns = published[game].returns[:, shown]
-            draw(axis, published[game].steps[shown] / 1e6, returns, color="0.5", label=f"{label} (n = {len(returns)})")
+            values = np.array([smoothed(protocol, curve, ends) for curve in runs])
+            at_end = sum(curve.steps[-1] >= ends[-1] for curve in runs)
+            label = f"{algorithm} (n = {len(runs)}{f', {at_end} at the end' * (at_end < len(runs))})"
+            draw(axis, np.array(ends) / 1e6, values, color=colour, label=label)
+            label = f"{algorithm}, held-out"
+            for evaluated in evaluations_of(protocol, algorithm, game).values():
+                axis.plot(np.array(evaluated.steps) / 1e6, evaluated.returns, "--", color=colour, lw=1, label=label)
+                label = None
+            published, name = protocol.published(algorithm)
+            references.setdefault(name, (published, {"color": colour, "linestyle": ":"}))
+        for name, (published, style) in references.items():
+            if game in published:
+                shown = published[game].steps <= longest + 2 * protocol.window()
+                returns = published[game].returns[:, shown]
+                draw(axis, published[game].steps[shown] / 1e6, returns, label=f"{name} (n = {len(returns)})", **style)
         axis.set_title(game, fontsize=10)
         axis.set_xlabel("million steps")
         axis.legend(frameon=False, fontsize=7)
@@ -309,7 +362,7 @@ def wall_clock_figure(protocol: Protocol, path: Path) -> None:
                 ends = range(step, max(curve.steps[-1], step) + 1, step)
                 hours = np.interp(ends, curve.steps, curve.seconds) / 3600
                 label = algorithm if number == 0 else None
-                axis.plot(hours, smoothed(protocol, curve, ends), color=COLOURS.get(algorithm, "C3"), lw=1, label=label)
+                axis.plot(hours, smoothed(protocol, curve, ends), color=protocol.colour(algorithm), lw=1, label=label)
         axis.set_title(game, fontsize=10)
         axis.set_xlabel("hours")
         axis.legend(frameon=False, fontsize=7)
@@ -324,17 +377,18 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
     axis.spines[["top", "right"]].set_visible(False)
     for algorithm, games in protocol.runs.items():
         for mark, steps in reversed(MARKS.items()):
-            scores = {game: runs for game in games if (runs := protocol.scores(algorithm, game, steps))}
+            ranged = [game for game in games if game in RETURN_RANGES[protocol.mode]]
+            scores = {game: runs for game in ranged if (runs := protocol.scores(algorithm, game, steps))}
             if len(scores) < 2:
                 continue
             label = f"{algorithm}, {mark}, {len(scores)} games"
             profile = curves.performance_profile(by_game(protocol, scores), thresholds)
-            axis.step(thresholds, profile, where="post", color=COLOURS.get(algorithm, "C3"), label=label)
+            axis.step(thresholds, profile, where="post", color=protocol.colour(algorithm), label=label)
             published, name = protocol.published(algorithm)
             theirs = {game: runs for game in scores if game in published and (runs := published[game].scores(steps))}
             if theirs.keys() == scores.keys():
                 profile = curves.performance_profile(by_game(protocol, theirs), thresholds)
-                style = {"linestyle": ":", "color": COLOURS.get(algorithm, "C3")}
+                style = {"linestyle": ":", "color": protocol.colour(algorithm)}
                 axis.step(thresholds, profile, where="post", label=f"{name}, {mark}, same games", **style)
             break
     drawn = bool(axis.lines)

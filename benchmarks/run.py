@@ -37,7 +37,7 @@ from rich.live import Live
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import runs_of
+from common.checkpoint import read_args, runs_of
 from common.device import resolve_device
 from common.envs import PROCGEN_GAMES, unknown_env
 from common.errors import InputError, check_settings, one_line_errors, require
@@ -176,11 +176,17 @@ def check_env_id(env_id: str) -> None:
 
 
 def look(job: Job, runs_dir: str) -> None:
-    """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
+    """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere.
+
+    Evaluations that a job asks for must have been made, too: no run can make them afterwards.
+    """
     precisions = ["fp32", "bf16"] if job.settings.precision == "auto" else [job.settings.precision]
     found = []
     for precision in precisions:
         found += runs_of(replace(job.settings, runs_dir=runs_dir, precision=precision), f"{job.algorithm}.py")
+    if job.settings.eval_interval:
+        wanted = {name: value for name, value in vars(job.settings).items() if name.startswith("eval_")}
+        found = [(path, ended) for path, ended in found if wanted.items() <= read_args(path).items()]
     finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
     if job.state == "waiting" and (finished or used):
         job.state = "done" if finished else "elsewhere"

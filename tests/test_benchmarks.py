@@ -31,16 +31,26 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
     target = collect.collect(run_dir)
     assert target == tmp_path / "results" / "easy-200" / "ppo" / "maze" / "seed3.csv"
     with target.open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["32", "64"]
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["32", "64"]
+    assert float(rows[-1]["seconds"]) == json.loads((target.parent / "seed3.meta.json").read_text())["seconds"]
     assert "--num-levels 200" in json.loads((target.parent / "seed3.meta.json").read_text())["command"]
     assert collect.collect(run_dir) == target  # the same run again changes nothing
     curve = (run_dir / "progress.csv").read_text()
     (run_dir / "progress.csv").write_text(curve.replace("\n64,", "\n65,"))
-    with pytest.raises(ValueError, match=r"seed3\.csv holds another run"):
+    with pytest.raises(InputError, match=r"seed3\.csv holds another run"):
         collect.collect(run_dir)
     (run_dir / "progress.csv").write_text(curve[: curve.index("\n64,")])
-    with pytest.raises(ValueError, match="32 of 64 steps"):
+    with pytest.raises(InputError, match="32 of 64 steps"):
         collect.collect(run_dir)
+    (run_dir / "progress.csv").write_text(curve)
+    meta = (run_dir / "meta.json").read_text()
+    killed = json.loads(meta) | {"finished": None}  # in its last evaluation
+    (run_dir / "meta.json").write_text(json.dumps(killed))
+    with pytest.raises(InputError, match="let it end first"):
+        collect.collect(run_dir)
+    with pytest.raises(InputError, match="is no run folder"):
+        collect.collect(tmp_path)
 
 
 def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
@@ -51,7 +61,7 @@ def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
         for settings in ({}, {"seed": 2}, {"seed": 3, "learning_rate": 1e-4})
     )
     assert collect.collect(first).parent == collect.collect(other_seed).parent
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(InputError, match="other settings"):
         collect.collect(other_rate)
 
 

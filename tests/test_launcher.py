@@ -196,6 +196,20 @@ def test_with_any_precision_a_finished_run_counts(tmp_path):
     assert (job.state, job.path) == ("done", paths["bf16"])
 
 
+def test_evaluations_that_are_wanted_count(tmp_path):
+    """A finished run without them is not that run; one with them will do where none are wanted."""
+    evaluated = (*SMALL, "--eval-interval", "128", "--eval-episodes", "4")
+    (plain,) = launcher.main(make_args(tmp_path))
+    (job,) = launcher.main(make_args(tmp_path, extra=evaluated))
+    assert (job.state, job.attempts) == ("done", 1)
+    assert job.path != plain.path
+    (job,) = launcher.main(make_args(tmp_path, extra=(*evaluated, "--eval-num-levels", "7"), dry_run=True))
+    assert job.state == "waiting"
+    for extra in (SMALL, evaluated):
+        (job,) = launcher.main(make_args(tmp_path, extra=tuple(extra), dry_run=True))
+        assert job.state == "done"
+
+
 def test_what_is_there_is_shown_where_nothing_is_left_to_do(tmp_path, capsys):
     for _ in range(2):
         launcher.main(make_args(tmp_path))

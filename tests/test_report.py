@@ -37,11 +37,17 @@ def test_differences_of_means():
     assert curves.difference([1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.0, -4.8106, 4.8106), abs=1e-3)
 
 
+def test_intervals_of_means():
+    """By hand: the mean is 2, its standard error 1, and t(.975) with 1 degree of freedom 12.706."""
+    assert curves.mean_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
+
+
 def test_means_over_games_from_known_numbers():
     games = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([10.0, 10.0, 10.0, 30.0])]
     assert curves.mean_over_games(games) == (1.5 + 15) / 2
     assert curves.interquartile_mean(games) == (2 + 3 + 10 + 10) / 4  # without the two least and the two most of eight
     assert curves.mean_over_games([np.array([1.0]), np.array([2.0, 4.0])]) == 2  # a game is a game
+    assert math.isnan(curves.interquartile_mean([np.array([1.0]), np.array([2.0, 4.0])]))  # no quarter to leave out
 
 
 def test_probability_of_improvement_from_known_numbers():
@@ -80,7 +86,7 @@ def test_bootstrap_intervals_hold_the_mean():
         ([8.0, 8.2], [10.1, 9.9, 10.0], "below"),
         ([8.0, 12.2], [10.1, 9.9, 10.0], "too few seeds to say"),  # the interval holds 0, and nearly everything else
         ([10.0], [10.1, 9.9, 10.0], "too few seeds to say"),
-        ([10.0, 10.1], [], "too few seeds to say"),
+        ([10.0, 10.1], [], "nothing published"),
     ],
 )
 def test_verdicts(ours, published, words):
@@ -109,18 +115,21 @@ def test_published_runs():
 # ---------------------------------------------------------------------------------------------------------- the report
 
 
-def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, evaluation=None):
-    """A run whose episodes all return `value`, and evaluations that do `evaluation`."""
+def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, evaluation=None, slope=0.0):
+    """A run whose policy returns `value` + `slope` x its steps, and in evaluations `evaluation` + as much."""
     folder = results / protocol / algorithm / game
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [f"{step},{step / 500:.1f},10,{value},{value}" for step in range(16_384, steps + 1, 16_384)]
+    ends = range(16_384, steps + 1, 16_384)  # of iterations, whose episodes are those of their middle
+    rows = [f"{end},{end / 500:.1f},10,{value + slope * (end - 8192):.6g},{value}" for end in ends]
     header = "step,seconds,episodes,episodic_return,last_100_return"
     (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
-    meta = {"command": f"python {algorithm}.py --env-id {game} --seed {seed}", "commit": "0123456789"}
+    meta = {"command": f"python {algorithm}.py --env-id {game} --seed {seed}", "commit": f"012345{seed}89"}
+    meta["dirty"] = seed == 10
     (folder / f"seed{seed}.meta.json").write_text(json.dumps(meta))
     if evaluation is not None:
         header = "step,seconds,policy,env_id,episodes,episodic_return,standard_error,episodic_length,normalized_return"
-        rows = [f"{step},1,stochastic,{game},64,{evaluation + step / 1e9},1,100,.5" for step in (507_904, 1_015_808)]
+        at = (262_144, 524_288, 786_432, 1_015_808)
+        rows = [f"{step},1,stochastic,{game},64,{evaluation + slope * step},1,100,.5" for step in at]
         rows += ["1015808,1,greedy,coinrun,64,-100,1,100,.5"]
         (folder / f"seed{seed}.eval.csv").write_text("\n".join([header, *rows]) + "\n")
 
@@ -154,8 +163,9 @@ def test_the_report_from_known_curves(tmp_path, capsys):
     assert row[2] == "2 x 3"
     assert row[3].startswith(f"{mine:.3f} [")
     assert row[7].startswith("1.000")
-    assert "python ppo.py --env-id fruitbot --seed 1 " in text
-    assert "seeds 1 (commit 0123456), 2 (commit 0123456), 10 (commit 0123456)" in text
+    assert "\n# impala starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
+    assert "\n# ppo fruitbot (made at 0123451, 0123452, 0123451 with changes)\n" in text
+    assert "\nfor seed in 1 2 10; do python ppo.py --env-id fruitbot --seed $seed; done\n" in text
     for name in ("curves.png", "wall_clock.png", "profile.png"):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
         assert f"/easy-all/{name})" in text
@@ -163,23 +173,42 @@ def test_the_report_from_known_curves(tmp_path, capsys):
 
 def test_train_test_gaps(tmp_path, capsys):
     for seed in (1, 2):
-        write_run(tmp_path, "easy-200", "ppo", "coinrun", seed, 6 + seed, evaluation=4.0 + seed)
+        write_run(tmp_path, "easy-200", "ppo", "coinrun", seed, 6 + seed, evaluation=3.0 + 1.5 * seed)
     report.main(report.Args(results=tmp_path, readme=None))
     text = capsys.readouterr().out
     train, test = (curves.read_reference(f"ppo_easy_200_{part}")["coinrun"] for part in ("train", "test"))
-    rows = [row for row in table_rows(text, "ppo coinrun") if len(row) == 6]
+    rows = [row for row in table_rows(text, "ppo coinrun") if row[1] != "0.5M" and len(row[4]) == 4]
+    both = np.mean(train.scores(1_000_000)), np.mean(test.scores(1_000_000))
+    error = math.hypot(*(share / 229_376 for share in (933_888 - 786_432, 1_015_808 - 933_888)))
     assert rows == [
-        ["ppo coinrun", mark, "7.00, 8.00", "5.00, 6.00", "2.00",
-         f"{np.mean(train.scores(steps)):.2f}, {np.mean(test.scores(steps)):.2f}"]
-        for mark, steps in (("0.5M", 500_000), ("1M", 1_000_000))
+        ["ppo coinrun", "1M", "7.00, 8.00", f"4.50 ± {error:.2f}, 6.00 ± {error:.2f}", "2.25", "-0.93 to 5.43",
+         "{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"],
     ]  # fmt: skip
+
+
+def test_learning_does_not_hide_the_gap(tmp_path, capsys):
+    """Training scores look back over a window, at whose end the policy is better; the gap is of one policy."""
+    write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 2.0, evaluation=1.0, slope=8e-6)
+    report.main(report.Args(results=tmp_path, readme=None))
+    gaps = {row[1]: row[4] for row in table_rows(capsys.readouterr().out, "ppo coinrun") if "±" in row[3]}
+    assert gaps.keys() == {"0.5M", "1M"}
+    assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
+
+
+def test_marks_outside_the_evaluations_have_no_gap():
+    evaluations = report.Evaluations([10, 20], [1.0, 3.0], [0.3, 0.4])
+    assert evaluations.at(10) == (1.0, 0.3)
+    assert evaluations.at(15) == (2.0, 0.25)
+    assert evaluations.at(9) is evaluations.at(21) is None
+    assert report.Evaluations([], [], []).at(10) is None
 
 
 def test_gaps_of_several_games_are_those_of_their_means(tmp_path):
     path = tmp_path / "seed1.eval.csv"
-    rows = ["step,policy,env_id,episodic_return", "10,stochastic,coinrun,9", "10,stochastic,maze,3", "10,greedy,maze,0"]
-    path.write_text("\n".join([*rows, "20,stochastic,coinrun,8", "20,stochastic,maze,4"]) + "\n")
-    assert report.read_evaluations(path) == [(10, 6.0), (20, 6.0)]
+    rows = ["step,policy,env_id,episodic_return,standard_error"]
+    rows += ["10,stochastic,coinrun,9,3", "10,stochastic,maze,3,4", "10,greedy,maze,0,9"]
+    path.write_text("\n".join([*rows, "20,stochastic,coinrun,8,0", "20,stochastic,maze,4,1"]) + "\n")
+    assert report.read_evaluations(path) == ([10, 20], [6.0, 6.0], [2.5, 0.5])
 
 
 def test_a_report_of_nothing_leaves_the_readme_alone(tmp_path):
@@ -194,6 +223,32 @@ def test_a_short_run_is_no_obstacle(tmp_path, capsys):
     write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
     report.main(report.Args(results=tmp_path, readme=None))
     assert [row[1] for row in table_rows(capsys.readouterr().out, "ppo fruitbot")] == ["0.5M", "1M"]
+
+
+def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch):
+    """A curve goes on with the seeds that do; what is no Procgen game has no part in the profile."""
+    drawn = {}
+
+    def draw(axis, x, runs, label, **style):
+        drawn[label] = x, runs
+        axis.plot([], label=label)
+
+    monkeypatch.setattr(report, "draw", draw)
+    monkeypatch.setattr(
+        curves, "performance_profile", lambda games, thresholds: drawn.update(profile=games) or thresholds
+    )
+    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
+    write_run(tmp_path, "easy-all", "ppo", "starpilot", 2, 9.0, steps=500_000)
+    write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala", "fruitbot", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala", "CartPole-v1", 1, 7.0)
+    report.main(report.Args(results=tmp_path, readme=None))
+    x, runs = drawn["ppo (n = 2, 1 at the end)"]
+    assert x[-1] == 31 * 32_768 / 1e6
+    assert runs[:, -1].tolist() == pytest.approx([8.0, math.nan], nan_ok=True)
+    assert len(drawn["profile"]) == 2
+    (row,) = [row for row in table_rows(capsys.readouterr().out, "impala CartPole-v1") if row[1] == "1M"]
+    assert row[2:] == ["7.00", "-", "-", "-", "-", "nothing published"]
 
 
 def test_reports_repeat(tmp_path):
@@ -245,7 +300,7 @@ def test_collect_keeps_evaluations(tmp_path, monkeypatch):
     run_dir = ppo.main(args)
     target = collect.collect(run_dir)
     assert target.with_suffix(".eval.csv").read_text() == (run_dir / "eval.csv").read_text()
-    assert len(report.read_evaluations(target.with_suffix(".eval.csv"))) == 2
+    assert report.read_evaluations(target.with_suffix(".eval.csv")).steps == [64, 128]
 
 
 # -------------------------------------------------------------------------------------------------------- TensorBoard
@@ -273,16 +328,17 @@ def test_event_files_become_the_progress_of_the_run(tmp_path):
 def test_a_curve_becomes_event_files(tmp_path):
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.5, steps=16_384 * 3)
     path = tmp_path / "easy-all" / "ppo" / "starpilot" / "seed1.csv"
-    path.write_text(path.read_text() + "65536,140.5,0,nan,8.5\n")
+    path.write_text(path.read_text().replace("32768,65.5,10,", "32768,65.5,7,") + "65536,140.5,0,nan,8.5\n")
     convert.main(convert.Args(path, tmp_path / "events"))
     scalars = read_scalars(tmp_path / "events")
     assert scalars["charts/episodic_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3)]
     assert scalars["charts/last_100_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3, 4)]
-    assert scalars["charts/episodes"] == [(16_384, 10), (32_768, 10), (49_152, 10), (65_536, 0)]
+    assert scalars["charts/episodes"] == [(16_384, 10), (32_768, 7), (49_152, 10), (65_536, 0)]
     convert.main(convert.Args(tmp_path / "events", tmp_path / "again.csv"))
-    again = curves.read(tmp_path / "again.csv")
-    assert again.returns == [8.5] * 3
-    assert again.seconds == pytest.approx([32.8, 65.5, 98.3], abs=2)
+    before, again = curves.read(path), curves.read(tmp_path / "again.csv")
+    assert (again.steps, again.episodes) == (before.steps, before.episodes)
+    assert again.returns == pytest.approx(before.returns, nan_ok=True)
+    assert again.seconds == pytest.approx(before.seconds, abs=2)
 
 
 def test_what_cannot_be_converted(tmp_path):
