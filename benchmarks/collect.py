@@ -49,7 +49,7 @@ def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     curve = (run_dir / "progress.csv").read_text()
     steps, seconds = curve.splitlines()[-1].split(",")[:2]
-    if int(steps) < args["total_timesteps"] or not meta["finished"]:  # after the last row come the last evaluations
+    if int(steps) < args["total_timesteps"] or not meta.get("finished"):  # after the last row come the last evaluations
         raise InputError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
     return args, meta | {"seconds": float(seconds)}, curve
 

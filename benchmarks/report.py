@@ -283,7 +283,7 @@ def commands(protocol: Protocol) -> list[str]:
         if len(metas) > 1:
             command = f"{re.sub(r' --seed [0-9]+', '', command)} --seed $seed"
             command = f"for seed in {' '.join(map(str, metas))}; do {command}; done"
-        commits = [meta["commit"][:7] + " with changes" * meta["dirty"] for meta in metas.values()]
+        commits = [str(meta["commit"])[:7] + " with changes" * bool(meta["dirty"]) for meta in metas.values()]
         lines += [f"# {folder.parent.name} {folder.name} (made at {', '.join(dict.fromkeys(commits))})", command]
     return lines
 

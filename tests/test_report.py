@@ -125,6 +125,8 @@ def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, 
     (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
     meta = {"command": f"python {algorithm}.py --env-id {game} --seed {seed}", "commit": f"012345{seed}89"}
     meta["dirty"] = seed == 10
+    if game == "maze":  # without git
+        meta |= {"commit": None, "dirty": None}
     (folder / f"seed{seed}.meta.json").write_text(json.dumps(meta))
     if evaluation is not None:
         header = "step,seconds,policy,env_id,episodes,episodic_return,standard_error,episodic_length,normalized_return"
@@ -242,12 +244,15 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch):
     write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 7.0)
     write_run(tmp_path, "easy-all", "impala", "fruitbot", 1, 7.0)
     write_run(tmp_path, "easy-all", "impala", "CartPole-v1", 1, 7.0)
+    write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
     report.main(report.Args(results=tmp_path, readme=None))
     x, runs = drawn["ppo (n = 2, 1 at the end)"]
     assert x[-1] == 31 * 32_768 / 1e6
     assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
     assert len(drawn["profile"]) == 2
-    (row,) = [row for row in table_rows(capsys.readouterr().out, "impala CartPole-v1") if row[1] == "1M"]
+    text = capsys.readouterr().out
+    assert "# ppg maze (made at None)" in text
+    (row,) = [row for row in table_rows(text, "impala CartPole-v1") if row[1] == "1M"]
     assert row[2:] == ["7.00", "-", "-", "-", "-", "nothing published"]
 
 
