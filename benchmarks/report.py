@@ -12,7 +12,6 @@ t-intervals, means over games with stratified bootstrap ones. A score on held-ou
 middle of these steps, between two evaluations: as an agent learns, one at their end would make the gap too small.
 """
 
-import bisect
 import csv
 import json
 import math
@@ -208,13 +207,10 @@ class Evaluations(NamedTuple):
 
     def at(self, step: float) -> tuple[float, float] | None:
         """Return and standard error, from the evaluations before and after `step`; None where one is missing."""
-        after = bisect.bisect_left(self.steps, step)
-        if after == len(self.steps) or (after == 0 and self.steps[0] > step):
+        if not self.steps or not self.steps[0] <= step <= self.steps[-1]:
             return None
-        before = max(after - 1, 0)
-        share = (step - self.steps[before]) / max(self.steps[after] - self.steps[before], 1)
-        error = math.hypot((1 - share) * self.errors[before], share * self.errors[after])
-        return (1 - share) * self.returns[before] + share * self.returns[after], error
+        weights = np.array([np.interp(step, self.steps, unit) for unit in np.eye(len(self.steps))])  # of each
+        return float(weights @ self.returns), math.hypot(*(weights * self.errors))
 
 
 def read_evaluations(path: Path) -> Evaluations:
@@ -236,6 +232,18 @@ def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, E
     return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
 
 
+def train_and_test(
+    protocol: Protocol, curve: curves.Curve, evaluations: Evaluations, mark: int
+) -> tuple[float, float, float] | None:
+    """Scores on training and on held-out levels at a mark, the latter's standard error; None where one is missing."""
+    window = protocol.window(mark)
+    end = max((step for step in curve.steps if step <= mark), default=0)  # of an iteration
+    held_out = evaluations.at(end - window / 2)
+    if curve.steps[-1] < mark or held_out is None:
+        return None
+    return curves.score(curve, mark, window), *held_out
+
+
 def gap_table(protocol: Protocol) -> list[str]:
     """Training levels against held-out ones, where runs were evaluated."""
     columns = ["run", "mark", "training levels", "held-out levels", "gap", "95 % interval"]
@@ -247,19 +255,17 @@ def gap_table(protocol: Protocol) -> list[str]:
         for game, runs in sorted(games.items()):
             evaluations = evaluations_of(protocol, algorithm, game)
             for mark, steps in MARKS.items():
-                window = protocol.window(steps)
-                pairs = []
-                for seed, evaluated in evaluations.items():
-                    end = max((step for step in runs[seed].steps if step <= steps), default=0)  # of an iteration
-                    held_out = evaluated.at(end - window / 2)
-                    if runs[seed].steps[-1] >= steps and held_out:
-                        pairs.append((curves.score(runs[seed], steps, window), *held_out))
-                if not pairs:
+                scores = [
+                    found
+                    for seed, evaluated in evaluations.items()
+                    if (found := train_and_test(protocol, runs[seed], evaluated, steps))
+                ]
+                if not scores:
                     continue
-                gaps = [trained - held_out for trained, held_out, _ in pairs]
+                gaps = [trained - held_out for trained, held_out, _ in scores]
                 low_high = "{:.2f} to {:.2f}".format(*curves.mean_interval(gaps)) if len(gaps) > 1 else "-"
-                mine = ", ".join(f"{trained:.2f}" for trained, _, _ in pairs)
-                others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in pairs)
+                mine = ", ".join(f"{trained:.2f}" for trained, _, _ in scores)
+                others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in scores)
                 published = ["-", "-"]
                 if game in test and train[game].scores(steps):
                     both = [mean(curve[game].scores(steps)) for curve in (train, test)]

@@ -37,7 +37,7 @@ from rich.live import Live
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import read_args, runs_of
+from common.checkpoint import runs_of
 from common.device import resolve_device
 from common.envs import PROCGEN_GAMES, unknown_env
 from common.errors import InputError, check_settings, one_line_errors, require
@@ -181,12 +181,11 @@ def look(job: Job, runs_dir: str) -> None:
     Evaluations that a job asks for must have been made, too: no run can make them afterwards.
     """
     precisions = ["fp32", "bf16"] if job.settings.precision == "auto" else [job.settings.precision]
+    evaluations = {name for name in vars(job.settings) if name.startswith("eval_") and job.settings.eval_interval}
     found = []
     for precision in precisions:
-        found += runs_of(replace(job.settings, runs_dir=runs_dir, precision=precision), f"{job.algorithm}.py")
-    if job.settings.eval_interval:
-        wanted = {name: value for name, value in vars(job.settings).items() if name.startswith("eval_")}
-        found = [(path, ended) for path, ended in found if wanted.items() <= read_args(path).items()]
+        settings = replace(job.settings, runs_dir=runs_dir, precision=precision)
+        found += runs_of(settings, f"{job.algorithm}.py", also=evaluations)
     finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
     if job.state == "waiting" and (finished or used):
         job.state = "done" if finished else "elsewhere"
