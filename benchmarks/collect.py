@@ -12,8 +12,11 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.checkpoint import MAY_CHANGE
@@ -30,16 +33,32 @@ def collect(run_dir: Path) -> Path:
     """
     args, meta, curve = finished_run(run_dir)
     levels = args["num_levels"] or "all"
-    folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / args["env_id"]
+    game = args["env_id"].replace("/", "-")
+    folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / game
     for neighbour in folder.glob("*.meta.json"):
         theirs = json.loads(neighbour.read_text())["command"]
         if same_settings(theirs) != same_settings(meta["command"]):
             raise InputError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
-    write_curve(target, curve, meta)
+    evaluations, beside = None, target.with_suffix(".eval.csv")
     if args.get("eval_interval"):
-        target.with_suffix(".eval.csv").write_text((run_dir / "eval.csv").read_text())
+        evaluations = read(run_dir / "eval.csv")
+    if beside.exists() and beside.read_text() != evaluations:
+        raise InputError(f"{beside} is of another run of this seed: remove it first")
+    write_curve(target, curve, meta)
+    if evaluations is not None:
+        beside.write_text(evaluations)
     return target
+
+
+def read(path: Path) -> str:
+    """The text of a file of a run's. Raises InputError where it cannot be read, or has no row below its header."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error})") from error
+    require(len(text.splitlines()) > 1, f"{path} has no rows")
+    return text
 
 
 def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -47,7 +66,7 @@ def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
     require(bool(args and meta), f"{run_dir} is no run folder: there is no readable args.json and meta.json.")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
-    curve = (run_dir / "progress.csv").read_text()
+    curve = read(run_dir / "progress.csv")
     steps, seconds = curve.splitlines()[-1].split(",")[:2]
     if int(steps) < args["total_timesteps"] or not meta.get("finished"):  # after the last row come the last evaluations
         raise InputError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
@@ -78,7 +97,13 @@ def same_settings(command: str) -> list[list[str]]:
     return sorted(each for each in flags if each[0][2:].replace("-", "_").removeprefix("no_") not in ignored)
 
 
+@dataclass
+class Args:
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """folders of finished runs"""
+
+
 if __name__ == "__main__":
     with one_line_errors():
-        for name in sys.argv[1:]:
-            print(collect(Path(name)))
+        for run_dir in tyro.cli(Args).run_dirs:
+            print(collect(run_dir))

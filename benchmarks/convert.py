@@ -51,7 +51,7 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
         raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
     if COUNT in events.Tags()["scalars"]:
         return from_rows(events)
-    episodes, first = events.Scalars(EPISODE), events.FirstEventTimestamp()
+    episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
     recent, rows, start = deque(maxlen=100), [], 0
     end = -(-episodes[-1].step // every) * every
     for step in range(every, end + 1, every):
@@ -81,25 +81,30 @@ def from_rows(events: EventAccumulator) -> list[dict[str, str]]:
 
 def to_events(source: Path, target: Path) -> None:
     """Write the columns of a CSV as scalars: a row at its step, as if the run had started now."""
-    with source.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    require(bool(rows) and set(COLUMNS) <= rows[0].keys(), f"{source} is no CSV of a learning curve.")
+    try:
+        with source.open(newline="") as file:
+            rows = [[float(row[name]) for name in COLUMNS] for row in csv.DictReader(file)]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error):
+        rows = []
+    require(bool(rows), f"{source} is no CSV of a learning curve.")
     with SummaryWriter(str(target)) as writer:
         start = time.time()
-        for row in rows:
-            step, now = int(row["step"]), start + float(row["seconds"])
-            for tag, column in ((EPISODE, "episodic_return"), (LAST_100, "last_100_return")):
-                if row[column] != "nan":
-                    writer.add_scalar(tag, float(row[column]), step, walltime=now)
-            writer.add_scalar(COUNT, int(row["episodes"]), step, walltime=now)
+        for step, seconds, episodes, *returns in rows:
+            for tag, value in ((EPISODE, returns[0]), (LAST_100, returns[1]), (COUNT, episodes)):
+                if not math.isnan(value):
+                    writer.add_scalar(tag, value, int(step), walltime=start + seconds)
 
 
 def main(args: Args) -> None:
     require(args.every > 0, f"--every {args.every} cannot work: use a number above 0.")
     require(args.source.exists(), f"there is no {args.source}.")
-    require(not args.target.is_file(), f"{args.target} is there: remove it first, or choose another name.")
+    from_csv = args.source.suffix == ".csv"
+    there = any(args.target.glob("events.out.tfevents*")) if from_csv and args.target.is_dir() else args.target.exists()
+    require(not there, f"{args.target} is there: remove it first, or choose another name.")
     require(args.target.parent.is_dir(), f"{args.target} cannot be written: there is no {args.target.parent}.")
-    if args.source.suffix == ".csv":
+    folder = not from_csv or args.target.suffix != ".csv"
+    require(folder, f"{args.target} cannot be a CSV, too: name a folder for TensorBoard's event files.")
+    if from_csv:
         to_events(args.source, args.target)
         return
     rows = from_events(args.source, args.every)

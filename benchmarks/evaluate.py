@@ -113,6 +113,9 @@ def check(args: Args) -> None:
         return
     known = args.video.suffix in (".mp4", ".gif")
     require(known, f"--video {args.video} cannot be written: use a name that ends in .mp4 or .gif.")
+    even = not any(count * args.video_size % 2 for count in args.video_grid)  # H.264 stores colours at half the size
+    fits = even or args.video.suffix == ".gif"
+    require(fits, f"--video-size {args.video_size} cannot work for {args.video}: use an even number.")
     av = args.video.suffix == ".gif" or importlib.util.find_spec("av") is not None
     require(av, f"--video {args.video} needs a video encoder: pip install av, or use a name that ends in .gif.")
     require(args.video.parent.is_dir(), f"--video {args.video} cannot be written: there is no {args.video.parent}.")

@@ -2,23 +2,27 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.errors import InputError
 
 
 def fill(readme: Path, name: str, text: str) -> None:
-    """Put `text` between the marks of `name`. Exits with a sentence where there are none."""
+    """Put `text` between the marks of `name`. Raises InputError where there are none."""
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, found, rest = readme.read_text().partition(start)
     _, found_end, after = rest.partition(end)
     if not (found and found_end):
-        raise SystemExit(f"error: {readme} has no lines {start.strip()} and {end} to put the text between: add them.")
+        raise InputError(f"{readme} has no lines {start.strip()} and {end} to put the text between: add them.")
     readme.write_text(before + start + text + end + after)
 
 
 def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:
-    """The rows of `path`, and a sentence on their origin from its .meta.json. Exits with a sentence without `path`."""
+    """The rows of `path`, and a sentence on their origin from its .meta.json. Raises InputError without `path`."""
     if not path.exists():
-        raise SystemExit(f"error: there is no {path}: leave --from-csv out to measure first.")
+        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     meta = json.loads(path.with_suffix(".meta.json").read_text())

@@ -8,8 +8,9 @@ wall-clock time, train-test gaps, means over games, and verdicts. Figures and `r
 
 A score at a mark is the mean return of all episodes that ended in the last 131,072 steps before it (524,288 after 6.5M;
 in hard mode four times all of this: the blocks of the published curves), a run one number. Differences come with 95 %
-t-intervals, means over games with stratified bootstrap ones. A score on held-out levels is that of the policy in the
-middle of these steps, between two evaluations: as an agent learns, one at their end would make the gap too small.
+t-intervals, means over games with stratified bootstrap ones. A score on held-out levels, of runs on a single game, is
+that of the policy in the middle of these steps, between two evaluations: as an agent learns, one at their end would
+make the gap too small.
 """
 
 import csv
@@ -39,6 +40,8 @@ import readme
 import scaling
 import throughput
 
+from common.envs import PROCGEN_MODES
+from common.errors import one_line_errors, require
 from common.scores import RETURN_RANGES, normalized
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +85,11 @@ class Protocol:
         return self.name.split("-")[0]
 
     @property
+    def ranged(self) -> set[str]:
+        """The games whose returns the Procgen paper says how to normalise, in this mode."""
+        return RETURN_RANGES.get(self.mode, {}).keys()
+
+    @property
     def games(self) -> list[str]:
         return sorted({game for games in self.runs.values() for game in games})
 
@@ -109,16 +117,24 @@ reference = cache(curves.read_reference)
 
 
 def read_protocols(results: Path) -> list[Protocol]:
-    """The protocols that have runs; other folders in `results` are passed over."""
+    """The protocols that have runs; other folders in `results` are passed over.
+
+    Raises InputError for a curve without rows, or of other columns.
+    """
     protocols = []
     for folder in sorted(results.glob("*-*/"), key=lambda folder: (not folder.name.endswith("-all"), folder.name)):
-        if folder.name.split("-")[0] not in RETURN_RANGES:
+        if folder.name.split("-")[0] not in PROCGEN_MODES:
             continue
         runs = {}
         for path in sorted(folder.glob("*/*/seed*.csv")):
             if re.fullmatch(r"seed\d+", path.stem):
                 algorithm, game = path.parts[-3:-1]
-                runs.setdefault(algorithm, {}).setdefault(game, {})[seed_of(path)] = curves.read(path)
+                try:
+                    curve = curves.read(path)
+                except (KeyError, TypeError, ValueError):
+                    curve = None
+                require(bool(curve and curve.steps), f"{path} is no curve: remove it, or collect that run again.")
+                runs.setdefault(algorithm, {}).setdefault(game, {})[seed_of(path)] = curve
         if runs:
             protocols.append(Protocol(folder, runs))
     return protocols
@@ -171,35 +187,32 @@ def interval(values: tuple[float, float, float]) -> str:
 
 
 def aggregate_table(protocol: Protocol) -> list[str]:
-    """Means over the games that an algorithm has been run on, two at least, beside the published runs on the same."""
+    """Means over the games that an algorithm has been run on, two at least, beside published runs on the same."""
     columns = ["runs", "mark", "games x seeds", "mean", "IQM", "published mean", "published IQM"]
     columns += ["P(ours above published)"]
     rows = []
     for algorithm, games in protocol.runs.items():
         published, _ = protocol.published(algorithm)
         for mark, steps in MARKS.items():
-            ours = {game: protocol.scores(algorithm, game, steps) for game in games if game in published}
+            ours = {game: protocol.scores(algorithm, game, steps) for game in protocol.ranged & games.keys()}
             ours = {game: scores for game, scores in ours.items() if scores}
-            theirs = {game: scores for game in ours if (scores := published[game].scores(steps))}
-            if len(ours) < 2 or ours.keys() != theirs.keys():
+            if len(ours) < 2:
                 continue
+            theirs = {game: published[game].scores(steps) for game in ours if game in published}
             seeds = min(map(len, ours.values()))  # of a game with more, the first
-            samples, others = [runs[:seeds] for runs in by_game(protocol, ours)], by_game(protocol, theirs)
-            row = [
-                *(algorithm, mark, f"{len(samples)} x {seeds}"),
-                *(
-                    interval(curves.with_interval(statistic, runs))
-                    for runs in (samples, others)
-                    for statistic in (curves.mean_over_games, curves.interquartile_mean)
-                ),
-                interval(curves.with_interval(curves.probability_of_improvement, samples + others)),
-            ]
-            rows.append(row)
+            samples = [runs[:seeds] for runs in by_game(protocol, ours)]
+            cells, statistics = ["-"] * 3, (curves.mean_over_games, curves.interquartile_mean)
+            if theirs.keys() == ours.keys() and all(theirs.values()):
+                others = by_game(protocol, theirs)
+                cells = [interval(curves.with_interval(statistic, others)) for statistic in statistics]
+                cells.append(interval(curves.with_interval(curves.probability_of_improvement, samples + others)))
+            means = [interval(curves.with_interval(statistic, samples)) for statistic in statistics]
+            rows.append([algorithm, mark, f"{len(samples)} x {seeds}", *means, *cells])
     return readme.markdown(columns, rows)
 
 
 class Evaluations(NamedTuple):
-    """A run's eval.csv, of the stochastic policy: a row an evaluation, over several games the mean."""
+    """A run's eval.csv, of the stochastic policy: a row an evaluation."""
 
     steps: list[int]
     returns: list[float]
@@ -214,19 +227,20 @@ class Evaluations(NamedTuple):
 
 
 def read_evaluations(path: Path) -> Evaluations:
-    games = {}
     with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["policy"] == "stochastic":
-                pair = float(row["episodic_return"]), float(row["standard_error"])
-                games.setdefault(int(row["step"]), []).append(pair)
-    returns = [mean(value for value, _ in pairs) for pairs in games.values()]
-    errors = [math.hypot(*(error for _, error in pairs)) / len(pairs) for pairs in games.values()]
-    return Evaluations(list(games), returns, errors)
+        rows = [row for row in csv.DictReader(file) if row["policy"] == "stochastic"]
+    columns = ("step", int), ("episodic_return", float), ("standard_error", float)
+    return Evaluations(*([kind(row[name]) for row in rows] for name, kind in columns))
 
 
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
-    """By seed, of the runs that were evaluated."""
+    """By seed, of the runs that were evaluated.
+
+    None of those on several games at once: training has most episodes of the game with the shortest, evaluations as
+    many of each.
+    """
+    if "," in game:
+        return {}
     folder = protocol.folder / algorithm / game
     paths = {seed: folder / f"seed{seed}.eval.csv" for seed in sorted(protocol.runs[algorithm][game])}
     return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
@@ -383,7 +397,7 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
     axis.spines[["top", "right"]].set_visible(False)
     for algorithm, games in protocol.runs.items():
         for mark, steps in reversed(MARKS.items()):
-            ranged = [game for game in games if game in RETURN_RANGES[protocol.mode]]
+            ranged = protocol.ranged & games.keys()
             scores = {game: runs for game in ranged if (runs := protocol.scores(algorithm, game, steps))}
             if len(scores) < 2:
                 continue
@@ -437,9 +451,11 @@ def report(protocol: Protocol, relative_to: Path) -> str:
 
 
 def main(args: Args) -> None:
+    """Make all tables and figures. Raises InputError before any is made."""
     protocols = read_protocols(args.results)
-    if not protocols:
-        raise SystemExit(f"error: no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
+    require(bool(protocols), f"no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
+    there = args.readme is None or args.readme.is_file()
+    require(there, f"--readme {args.readme} is not there: name a file with the lines of README.md's tables, or None.")
     texts = []
     for protocol in protocols:
         texts.append(report(protocol, ROOT))
@@ -459,4 +475,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    with one_line_errors():
+        main(tyro.cli(Args))

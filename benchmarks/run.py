@@ -39,9 +39,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.checkpoint import runs_of
 from common.device import resolve_device
-from common.envs import PROCGEN_GAMES, unknown_env
+from common.envs import PROCGEN_GAMES, check_envs, unknown_env
 from common.errors import InputError, check_settings, one_line_errors, require
-from common.run import lock_folder
+from common.evaluation import held_out_settings
+from common.run import check_run, lock_folder
 
 ROOT = Path(__file__).parent.parent
 # Of the Procgen paper: how hard, how many levels to train on, and for how long. With a limited number, runs are also
@@ -57,6 +58,10 @@ PROTOCOLS = {
     },
 }  # fmt: skip
 OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
+LAUNCHER_FLAGS = {
+    "local": ("devices", "runs_per_device", "threads", "attempts"),
+    "slurm": ("slurm_partition", "slurm_gpus", "slurm_cpus", "slurm_minutes", "slurm_at_a_time"),
+}
 POLL_SECONDS = 1.0
 
 
@@ -144,10 +149,15 @@ def make_jobs(args: Args) -> list[Job]:
         fractions="",
     )
     for name in ("algorithms", "env_ids"):
+        require(getattr(args, name), f"--{name.replace('_', '-')} is empty: name one at least.")
         twice = [value for value, count in Counter(getattr(args, name)).items() if count > 1]
         require(not twice, f"--{name.replace('_', '-')} has {twice and twice[0]} more than once: leave one out.")
-    own = [word for word in args.extra if word.partition("=")[0] in OWN_FLAGS]
+    own = [word for word in args.extra if word.partition("=")[0].replace("_", "-") in OWN_FLAGS]
     require(not own, f"{own and own[0]} cannot come after --: it is for this script to give to each run.")
+    for launcher, names in LAUNCHER_FLAGS.items():
+        given = [name for name in names if getattr(args, name) != getattr(Args, name)]
+        fits = launcher == args.launcher or not given
+        require(fits, f"--{given and given[0].replace('_', '-')} is for --launcher {launcher}: leave it out.")
     for env_id in args.env_ids:
         check_env_id(env_id)
     protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
@@ -161,6 +171,8 @@ def make_jobs(args: Args) -> list[Job]:
                 words += args.extra
                 settings = tyro.cli(importlib.import_module(algorithm).Args, args=words)
                 settings.validate()
+                check_run(replace(settings, runs_dir=args.runs_dir))
+                check_levels(settings)
                 jobs.append(Job(algorithm, words, settings))
     return jobs
 
@@ -175,19 +187,24 @@ def check_env_id(env_id: str) -> None:
         raise InputError(str(unknown_env(env_id)).replace("--env-id", "--env-ids")) from None
 
 
-def look(job: Job, runs_dir: str) -> None:
-    """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere.
+def check_levels(settings: Any) -> None:
+    """Raise InputError for levels to train or to be evaluated on, or numbers of environments, that cannot be."""
+    num_groups = getattr(settings, "num_env_groups", 1)
+    names = ("env_id", "num_envs", "seed", "distribution_mode", "num_levels", "start_level", "num_threads")
+    check_envs(*(getattr(settings, name) for name in names), num_groups)
+    if settings.eval_interval:
+        held_out_settings(settings, settings.num_envs)
 
-    Evaluations that a job asks for must have been made, too: no run can make them afterwards.
-    """
+
+def look(job: Job, runs_dir: str) -> None:
+    """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
     precisions = ["fp32", "bf16"] if job.settings.precision == "auto" else [job.settings.precision]
-    evaluations = {name for name in vars(job.settings) if name.startswith("eval_") and job.settings.eval_interval}
     found = []
     for precision in precisions:
         settings = replace(job.settings, runs_dir=runs_dir, precision=precision)
-        found += runs_of(settings, f"{job.algorithm}.py", also=evaluations)
+        found += runs_of(settings, f"{job.algorithm}.py")
     finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
-    if job.state == "waiting" and (finished or used):
+    if job.state in ("waiting", "elsewhere") and (finished or used):
         job.state = "done" if finished else "elsewhere"
     paths = used + finished if job.state == "running" else finished + used
     job.path = next(iter([*paths, *(path for path, _ in found)]), None)
@@ -198,6 +215,8 @@ def in_use(path: Path) -> bool:
         lock_folder(path).close()
     except InputError:
         return True
+    except OSError:  # nothing can be written there, by no one
+        pass
     return False
 
 
@@ -209,26 +228,28 @@ def table(jobs: list[Job]) -> Table:
     for column in shown.columns[2:7]:
         column.justify = "right"
     for job in jobs:
-        row = last_row(job.path / "progress.csv") if job.path else None
-        cells = ["-"] * 3
+        row, total = last_row(job.path / "progress.csv") if job.path else None, job.settings.total_timesteps
+        step, cells = 0, ["-"] * 3
         if row:
-            step, sps = int(row["step"]), int(row["step"]) / max(float(row["seconds"]), 0.1)
-            left = timedelta(seconds=round(max(job.settings.total_timesteps - step, 0) / sps))
-            cells = [f"{sps:.0f}", f"{float(row['last_100_return']):.2f}", str(left)]
-        steps = f"{int(row['step']):,}" if row else "0"
-        shown.add_row(job.name, job.state, steps, f"{job.settings.total_timesteps:,}", *cells, job.note)
+            step, seconds, last_return = row
+            sps = step / max(seconds, 0.1)
+            left = timedelta(seconds=round(max(total - step, 0) / sps))
+            cells = [f"{sps:.0f}", f"{last_return:.2f}", str(left)]
+        shown.add_row(job.name, job.state, f"{step:,}", f"{total:,}", *cells, job.note)
     return shown
 
 
-def last_row(path: Path) -> dict[str, str] | None:
-    """The last whole row of a progress.csv, if there is one."""
+def last_row(path: Path) -> tuple[int, float, float] | None:
+    """Steps, seconds and mean return of 100 episodes from the last whole row of a progress.csv, if there is one."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", errors="replace") as file:
             rows = deque(csv.DictReader(file), maxlen=2)
-    except OSError:
+    except (OSError, csv.Error):
         return None
-    whole = [row for row in rows if row.get("last_100_return")]  # the last may be half written
-    return whole[-1] if whole else None
+    for row in reversed(rows):  # the last may be half written
+        with suppress(KeyError, TypeError, ValueError):
+            return int(row["step"]), float(row["seconds"]), float(row["last_100_return"])
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------ running here
@@ -311,8 +332,9 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                             device = free.pop(0)
                             running.append((job, start(job, device, args, file), device, file))
                         changed = True
-                for job, *_ in running:
-                    look(job, args.runs_dir)
+                for job in jobs:
+                    if job.state in ("running", "elsewhere"):
+                        look(job, args.runs_dir)
                 if console.is_terminal:
                     live.update(table(jobs), refresh=True)
                 elif changed:

@@ -488,14 +488,15 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(args: Args) -> None:
+    from common.errors import require
+
     for flag, given, known in (
         ("algorithms", args.algorithms, ("ppo", "ppg", "impala")),
         ("configurations", args.configurations, CONFIGURATIONS),
         ("sweeps", args.sweeps, SWEEPS),
     ):
-        unknown = set(given) - set(known)
-        if unknown:
-            raise SystemExit(f"error: --{flag} {sorted(unknown)[0]} is not known: use {', '.join(known)}.")
+        unknown = sorted(set(given) - set(known))
+        require(not unknown, f"--{flag} {unknown and unknown[0]} is not known: use {', '.join(known)}.")
     from common.device import resolve_device
     from common.run import provenance
 

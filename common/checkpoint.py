@@ -149,16 +149,19 @@ def search(args: Any, script: str, world: World) -> Resumed | None:
     return None
 
 
-def runs_of(args: Any, script: str, ranks: int = 1, also: set[str] = frozenset()) -> list[tuple[Path, bool]]:
+def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
     """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended.
 
-    Of the settings that a resumed run may change, the number of steps and those named in `also` must be the same.
+    Of the settings that a resumed run may change, the number of steps must be the same, and where `args` want
+    evaluations theirs: those that a run has gone past without, it cannot make any more.
     """
-    found = []
+    found, also = [], ALL_STEPS
+    if args.eval_interval:
+        also = also | {name for name in vars(args) if name.startswith("eval_")}
     for path in Path(args.runs_dir).glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
         same = meta.get("script") == script and meta.get("ranks", 1) == ranks
-        if same and not differences(args, settings, ALL_STEPS | also):
+        if same and not differences(args, settings, also):
             found.append((str(meta.get("started")), path.stat().st_ctime_ns, path, bool(meta.get("finished"))))
     return [(path, finished) for *_, path, finished in sorted(found, reverse=True)]
 

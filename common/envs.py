@@ -62,14 +62,9 @@ def make_envs(
     Raises:
         InputError: no such game or task, or settings or spaces that cannot work.
     """
-    if num_envs < 1:
-        raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
+    check_envs(env_id, num_envs, seed, distribution_mode, num_levels, start_level, num_threads, num_groups)
     games = env_id.split(",")
     if num_groups > 1:
-        if num_envs % (num_groups * len(games)):
-            shares = f"{num_groups} groups" + (f" of {len(games)} games" if len(games) > 1 else "")
-            multiple = num_groups * len(games)
-            raise InputError(f"--num-envs {num_envs} cannot be shared by {shares}: use a multiple of {multiple}.")
         if capture_video:
             raise InputError("--capture-video needs all environments in one group: leave --num-env-groups out.")
         return EnvGroups(
@@ -86,19 +81,12 @@ def make_envs(
                 for number in range(num_groups)
             ]
         )
-    if len(games) > 1 or env_id in PROCGEN_GAMES:
-        if not set(games) <= set(PROCGEN_GAMES):
-            raise unknown_env(env_id)
-        check_procgen(games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads)
+    if set(games) <= set(PROCGEN_GAMES):
         envs = ProcgenVectorEnv(
             games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads, render=capture_video
         )
     else:
         envs = make_gymnasium(env_id, num_envs, render_mode="rgb_array" if capture_video else None)
-        if (distribution_mode, num_levels, start_level) != ("easy", 0, 0):
-            envs.close()
-            flags = "--distribution-mode, --num-levels and --start-level"
-            raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
     try:
         check_spaces(env_id, envs.single_observation_space, envs.single_action_space)
     except InputError:
@@ -285,6 +273,34 @@ def unknown_env(env_id: str) -> InputError:
         f"--env-id {env_id!r} is not known.{hint} The Procgen games are {', '.join(PROCGEN_GAMES)} (join several by "
         "commas); any Gymnasium id such as CartPole-v1 works too."
     )
+
+
+def check_envs(
+    env_id: str,
+    num_envs: int,
+    seed: int,
+    distribution_mode: str,
+    num_levels: int,
+    start_level: int,
+    num_threads: int,
+    num_groups: int = 1,
+) -> None:
+    """Raise InputError for settings of `make_envs` that cannot work. Whether there is such a Gymnasium task is not
+    asked here."""
+    if num_envs < 1:
+        raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
+    games = env_id.split(",")
+    if num_groups > 1 and num_envs % (num_groups * len(games)):
+        shares = f"{num_groups} groups" + (f" of {len(games)} games" if len(games) > 1 else "")
+        multiple = num_groups * len(games)
+        raise InputError(f"--num-envs {num_envs} cannot be shared by {shares}: use a multiple of {multiple}.")
+    if set(games) <= set(PROCGEN_GAMES):
+        check_procgen(games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads)
+    elif len(games) > 1:
+        raise unknown_env(env_id)
+    elif (distribution_mode, num_levels, start_level) != ("easy", 0, 0):
+        flags = "--distribution-mode, --num-levels and --start-level"
+        raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
 
 
 def check_procgen(

@@ -5,6 +5,7 @@ is a function of the agent alone, changes nothing in the run, and is the same in
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
 from common.env_state import env_states, load_env_states
-from common.envs import ProcgenVectorEnv, finished_episodes, group_seed, make_envs
+from common.envs import ProcgenVectorEnv, check_envs, finished_episodes, group_seed, make_envs
 from common.errors import InputError
 from common.run import Run, mean
 from common.scores import normalized
@@ -113,6 +114,31 @@ def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int,
     return num_envs, math.ceil(episodes / num_envs)
 
 
+def held_out_settings(args: Any, num_envs: int) -> dict[str, Any]:
+    """What `make_envs` takes for the held-out environments of a run. Raises InputError for levels that cannot be."""
+    settings = {
+        "seed": evaluation_seed(args.seed),
+        "distribution_mode": args.distribution_mode,
+        "num_levels": args.eval_num_levels,
+        "start_level": args.eval_start_level,
+        "num_threads": args.num_threads,
+    }
+    try:
+        check_envs(args.env_id, num_envs, **settings)
+    except InputError as error:  # which names the flags of the levels to train on
+        message = str(error).replace("--num-levels", "--eval-num-levels")
+        raise InputError(message.replace("--start-level", "--eval-start-level")) from None
+    return settings
+
+
+def trained_on(args: Any) -> bool:
+    """Whether the levels of training and those of evaluations, both limited, have some in common."""
+    if not (args.num_levels and args.eval_num_levels):
+        return False
+    training_end, chosen_end = args.start_level + args.num_levels, args.eval_start_level + args.eval_num_levels
+    return max(args.start_level, args.eval_start_level) < min(training_end, chosen_end)
+
+
 class Summary(NamedTuple):
     """What an evaluation has found of a game."""
 
@@ -166,21 +192,10 @@ class Evaluator:
             return
         self.games = args.env_id.split(",")
         num_envs, self.episodes_per_env = share_episodes(args.eval_episodes, args.num_envs, self.games)
-        seed = evaluation_seed(args.seed)
-        try:
-            envs = make_envs(
-                args.env_id,
-                num_envs,
-                seed=seed,
-                distribution_mode=args.distribution_mode,
-                num_levels=args.eval_num_levels,
-                start_level=args.eval_start_level,
-                num_threads=args.num_threads,
-            )
-        except InputError as error:  # which names the flags of the levels to train on
-            message = str(error).replace("--num-levels", "--eval-num-levels")
-            raise InputError(message.replace("--start-level", "--eval-start-level")) from None
-        self.held_out = HeldOut(envs, seed)
+        settings = held_out_settings(args, num_envs)
+        if trained_on(args):
+            print("note: evaluations are on levels that the agent trains on: these are not held out", file=sys.stderr)
+        self.held_out = HeldOut(make_envs(args.env_id, num_envs, **settings), settings["seed"])
 
     def __call__(self, step: int, run: Run) -> None:
         """Evaluate, if an evaluation fell due since the call before or the run ends at `step`, and tell `run`."""

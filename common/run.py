@@ -47,9 +47,12 @@ LINE_SECONDS, BAR_SECONDS = 10, 0.1  # between progress lines where there is no 
 
 def check_run(args: Any) -> None:
     """Raise InputError if no run folder can be made in --runs-dir, --track or --capture-video lacks its package, or
-    --init-heads lacks --init-from."""
+    --init-heads or the levels of evaluations are given without what they are for."""
     if args.init_heads != "keep" and not args.init_from:
         raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
+    if not args.eval_interval and (args.eval_num_levels or args.eval_start_level):
+        flags = "--eval-num-levels and --eval-start-level"
+        raise InputError(f"{flags} are for evaluations: add --eval-interval, or leave them out (or at 0).")
     if args.track and not importlib.util.find_spec("wandb"):
         raise InputError("--track needs Weights & Biases: pip install wandb, or leave --track out.")
     if args.capture_video and not importlib.util.find_spec("av"):

@@ -165,7 +165,7 @@ def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("settings", [{"algorithms": ("dqn",)}, {"configurations": ("fast",)}, {"sweeps": ("colour",)}])
 def test_throughput_refuses_what_it_does_not_know(settings):
-    with pytest.raises(SystemExit, match="is not known: use"):
+    with pytest.raises(InputError, match="is not known: use"):
         throughput.main(throughput.Args(**settings))
 
 
@@ -191,7 +191,7 @@ def test_throughput_measures_memory_last():
 
 
 def test_throughput_without_a_csv(tmp_path):
-    with pytest.raises(SystemExit, match="leave --from-csv out"):
+    with pytest.raises(InputError, match="leave --from-csv out"):
         throughput.main(throughput.Args(from_csv=True, out=tmp_path))
 
 

@@ -133,6 +133,7 @@ def test_a_video(coinrun, tmp_path):
         ({"video": Path("nowhere/out.gif")}, "there is no nowhere"),
         ({"video": Path("out.gif"), "episodes": 5}, "--video-grid needs 6 environments"),
         ({"video": Path("out.gif"), "video_seconds": 0}, "--video-seconds"),
+        ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
         ({"device": "cuda:77"}, "--device cuda:77"),
     ],
 )

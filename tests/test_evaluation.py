@@ -159,6 +159,19 @@ def test_levels_are_those_asked_for():
 
 
 @pytest.mark.parametrize(
+    ("training", "chosen", "told"),
+    [((0, 200), (0, 100), True), ((0, 200), (199, 9), True), ((50, 10), (0, 51), True), ((0, 200), (200, 9), False),
+     ((50, 10), (0, 50), False), ((0, 200), (0, 0), False), ((0, 0), (0, 9), False)],
+)  # fmt: skip
+def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, capsys):
+    """Each a first level and a number; 0 is all there are."""
+    args = make_args(ppo, ".", env_id="coinrun", eval_interval=1, eval_episodes=1)
+    (args.start_level, args.num_levels), (args.eval_start_level, args.eval_num_levels) = training, chosen
+    Evaluator(args, None, CPU, 1, 1).close()
+    assert ("these are not held out" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize(
     ("env_id", "num_envs", "episodes", "expected"),
     [("CartPole-v1", 8, 64, (8, 8)), ("CartPole-v1", 8, 3, (3, 1)), ("CartPole-v1", 8, 9, (8, 2)),
      ("coinrun,maze,heist", 6, 4, (3, 2)), ("coinrun,maze,heist", 6, 1, (3, 1))],
@@ -230,6 +243,7 @@ def test_train_test_gap(tmp_path, monkeypatch):
     ("settings", "words"),
     [
         ({"eval_interval": -1}, ["--eval-interval -1"]),
+        ({"eval_interval": 0, "eval_num_levels": 9}, ["--eval-num-levels", "add --eval-interval"]),
         ({"eval_episodes": 0}, ["--eval-episodes 0"]),
         ({"eval_num_levels": -1}, ["--eval-num-levels -1"]),
         ({"eval_start_level": 200}, ["--eval-start-level", "--eval-num-levels"]),

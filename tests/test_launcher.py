@@ -81,6 +81,18 @@ def test_protocols(protocol, mode, levels, steps):
         ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
         ({"extra": ("--seed", "7")}, "--seed cannot come after --"),
         ({"extra": ("--device=cpu",)}, "--device=cpu cannot come after --"),
+        ({"extra": ("--env_id", "maze")}, "--env_id cannot come after --"),
+        ({"env_ids": ()}, "--env-ids is empty"),
+        ({"protocol": "easy-200"}, "are for Procgen games: leave them out for CartPole-v1"),
+        ({"env_ids": ("bigfish",), "extra": ("--distribution-mode", "memory")}, "bigfish has no memory mode"),
+        ({"env_ids": ("coinrun,maze",), "extra": ("--num-envs", "6", "--num-env-groups", "2")}, "use a multiple of 4"),
+        (
+            {"env_ids": ("coinrun",), "protocol": "easy-200", "extra": ("--eval-start-level", "200")},
+            "--eval-start-level has no effect while the levels are unlimited",
+        ),
+        ({"extra": ("--eval-num-levels", "9")}, "are for evaluations: add --eval-interval"),
+        ({"slurm_gpus": 2}, "--slurm-gpus is for --launcher slurm"),
+        ({"launcher": "slurm"}, "--devices is for --launcher local"),
         ({"env_ids": ("maze", "maze")}, "--env-ids has maze more than once"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
     ],
@@ -203,11 +215,54 @@ def test_evaluations_that_are_wanted_count(tmp_path):
     (job,) = launcher.main(make_args(tmp_path, extra=evaluated))
     assert (job.state, job.attempts) == ("done", 1)
     assert job.path != plain.path
-    (job,) = launcher.main(make_args(tmp_path, extra=(*evaluated, "--eval-num-levels", "7"), dry_run=True))
+    (job,) = launcher.main(make_args(tmp_path, extra=(*evaluated, "--eval-episodes", "5"), dry_run=True))
     assert job.state == "waiting"
     for extra in (SMALL, evaluated):
         (job,) = launcher.main(make_args(tmp_path, extra=tuple(extra), dry_run=True))
         assert job.state == "done"
+
+
+def test_a_run_that_has_begun_without_evaluations_does_not_go_on_with_them(tmp_path):
+    """Those that it has gone past would be missing."""
+    (plain,) = launcher.main(make_args(tmp_path))
+    meta = json.loads((plain.path / "meta.json").read_text())
+    (plain.path / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--eval-interval", "128", "--eval-episodes", "4")))
+    assert (job.state, job.attempts) == ("done", 1)
+    assert job.path != plain.path
+    steps = [line.split(",")[0] for line in (job.path / "eval.csv").read_text().splitlines()[1:]]
+    assert steps == ["128", "128", "256", "256"]
+
+
+def test_a_damaged_run_folder_stops_no_matrix(tmp_path):
+    (job,) = launcher.main(make_args(tmp_path))
+    (job.path / "lock").unlink()
+    (job.path / "lock").mkdir()
+    (job.path / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")
+    (job,) = launcher.main(make_args(tmp_path))
+    assert (job.state, job.attempts) == ("done", 0)
+    meta = json.loads((job.path / "meta.json").read_text())
+    (job.path / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    (again,) = launcher.main(make_args(tmp_path))
+    assert (again.state, again.attempts) == ("done", 1)
+    assert again.path != job.path
+
+
+def test_a_run_elsewhere_is_followed_to_its_end(tmp_path, monkeypatch):
+    """Here for as long as there are others to run."""
+    (first,) = launcher.main(make_args(tmp_path))
+    meta = (first.path / "meta.json").read_text()
+    (first.path / "meta.json").write_text(json.dumps(json.loads(meta) | {"finished": None}))
+    lock, start = lock_folder(first.path), launcher.start
+
+    def end_the_first(*args):
+        (first.path / "meta.json").write_text(meta)
+        lock.close()
+        return start(*args)
+
+    monkeypatch.setattr(launcher, "start", end_the_first)
+    jobs = launcher.main(make_args(tmp_path, seeds=2))
+    assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 1)]
 
 
 def test_what_is_there_is_shown_where_nothing_is_left_to_do(tmp_path, capsys):
@@ -287,7 +342,7 @@ def test_a_slurm_job_fails_with_its_run():
 def test_slurm_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(InputError, match="pip install submitit"):
-        launcher.main(make_args(tmp_path, launcher="slurm"))
+        launcher.main(make_args(tmp_path, launcher="slurm", devices=("auto",)))
 
 
 def test_slurm_refuses(tmp_path, monkeypatch):
@@ -295,7 +350,7 @@ def test_slurm_refuses(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "")  # so that what `submit` sets is taken back
     with pytest.raises(InputError, match="--launcher slurm: "):
-        launcher.main(make_args(tmp_path, launcher="slurm", slurm_partition="nowhere"))
+        launcher.main(make_args(tmp_path, launcher="slurm", devices=("auto",), slurm_partition="nowhere"))
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_run import read_scalars
+from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
@@ -205,17 +207,45 @@ def test_marks_outside_the_evaluations_have_no_gap():
     assert report.Evaluations([], [], []).at(10) is None
 
 
-def test_gaps_of_several_games_are_those_of_their_means(tmp_path):
-    path = tmp_path / "seed1.eval.csv"
-    rows = ["step,policy,env_id,episodic_return,standard_error"]
-    rows += ["10,stochastic,coinrun,9,3", "10,stochastic,maze,3,4", "10,greedy,maze,0,9"]
-    path.write_text("\n".join([*rows, "20,stochastic,coinrun,8,0", "20,stochastic,maze,4,1"]) + "\n")
-    assert report.read_evaluations(path) == ([10, 20], [6.0, 6.0], [2.5, 0.5])
+def test_runs_on_several_games_have_no_gap(tmp_path, capsys):
+    """Their training episodes are mostly of the game with the shortest."""
+    write_run(tmp_path, "easy-200", "ppo", "coinrun,maze", 1, 7.0, evaluation=4.0)
+    report.main(report.Args(results=tmp_path, readme=None))
+    text = capsys.readouterr().out
+    assert [row[1] for row in table_rows(text, "ppo coinrun,maze")] == ["0.5M", "1M"]
+    assert "held-out" not in text
+
+
+def test_means_over_games_of_which_nothing_is_published(tmp_path, capsys):
+    for game, value in (("coinrun", 7.5), ("maze", 7.0)):  # hard: 5 to 10, 4 to 10
+        write_run(tmp_path, "hard-500", "ppo", game, 1, value)
+    write_run(tmp_path, "memory-all", "ppo", "maze", 1, 3.0)
+    report.main(report.Args(results=tmp_path, readme=None))
+    text = capsys.readouterr().out
+    assert "| ppo | 1M | 2 x 1 | 0.500 | - | - | - | - |" in text
+    assert "**memory-all**" in text
+    assert "| ppo maze | 1M | 3.00 | - | - | - | - | nothing published |" in text
+
+
+@pytest.mark.parametrize("text", ["", "step,seconds,episodes,episodic_return,last_100_return\n", "a,b\n1,2\n"])
+def test_what_is_no_curve_is_named(text, tmp_path):
+    path = tmp_path / "easy-all" / "ppo" / "maze" / "seed3.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"seed3\.csv is no curve"):
+        report.main(report.Args(results=tmp_path, readme=None))
+
+
+def test_a_readme_that_is_not_there(tmp_path):
+    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 3.0)
+    with pytest.raises(InputError, match=r"nowhere\.md is not there"):
+        report.main(report.Args(results=tmp_path, readme=tmp_path / "nowhere.md"))
+    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_a_report_of_nothing_leaves_the_readme_alone(tmp_path):
     (tmp_path / "README.md").write_text("text")
-    with pytest.raises(SystemExit, match="no <protocol>"):
+    with pytest.raises(InputError, match="no <protocol>"):
         report.main(report.Args(results=tmp_path, readme=tmp_path / "README.md"))
     assert (tmp_path / "README.md").read_text() == "text"
 
@@ -292,7 +322,7 @@ def test_every_figure_of_the_readme_is_there():
 def test_a_readme_without_marks(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("<!-- precision -->\n<!-- end of report -->\n")
-    with pytest.raises(SystemExit, match="no lines <!-- report -->"):
+    with pytest.raises(InputError, match="no lines <!-- report -->"):
         readme.fill(path, "report", "text\n")
 
 
@@ -306,6 +336,23 @@ def test_collect_keeps_evaluations(tmp_path, monkeypatch):
     target = collect.collect(run_dir)
     assert target.with_suffix(".eval.csv").read_text() == (run_dir / "eval.csv").read_text()
     assert report.read_evaluations(target.with_suffix(".eval.csv")).steps == [64, 128]
+    for name in ("eval.csv", "progress.csv"):
+        text = (run_dir / name).read_text()
+        (run_dir / name).write_text(text.splitlines()[0] + "\n")
+        with pytest.raises(InputError, match=f"{name} has no rows"):
+            collect.collect(run_dir)
+        (run_dir / name).unlink()
+        with pytest.raises(InputError, match=f"{name} cannot be read"):
+            collect.collect(run_dir)
+        (run_dir / name).write_text(text)
+    collect.collect(run_dir)
+    target.unlink()  # another run of this seed takes its place: its evaluations must not be these
+    plain = ppo.main(replace(args, eval_interval=0))
+    with pytest.raises(InputError, match=r"seed1\.eval\.csv is of another run"):
+        collect.collect(plain)
+    assert not target.exists()
+    target.with_suffix(".eval.csv").unlink()
+    assert collect.collect(plain) == target
 
 
 # -------------------------------------------------------------------------------------------------------- TensorBoard
@@ -346,9 +393,24 @@ def test_a_curve_becomes_event_files(tmp_path):
     assert again.seconds == pytest.approx(before.seconds, abs=2)
 
 
+def test_episodes_that_were_logged_out_of_order(tmp_path):
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        for step in (100, 900, 300, 1700, 1500):
+            writer.add_scalar("charts/episodic_return", step, step)
+    convert.main(convert.Args(tmp_path / "events", tmp_path / "curve.csv", every=1000))
+    curve = curves.read(tmp_path / "curve.csv")
+    assert (curve.steps, curve.episodes) == ([1000, 1700], [3, 2])
+    assert curve.returns == pytest.approx([1300 / 3, 1600], rel=1e-5)
+
+
 def test_what_cannot_be_converted(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "some.csv").write_text("a,b\n1,2\n")
+    good = ",".join(convert.COLUMNS) + "\n1,2,3,4,5\n"
+    for name, text in (("good", good), ("short", f"{good}2,3\n"), ("binary", "\0\1")):
+        (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / "folder.csv").mkdir()
+    convert.main(convert.Args(tmp_path / "good.csv", tmp_path / "taken"))
     (tmp_path / "episodes.csv").write_text("step,seconds,env,episodic_return,episodic_length\n1,2,3,4,5\n")
     for source, target, words in (
         ("nothing", "x.csv", "there is no"),
@@ -357,6 +419,12 @@ def test_what_cannot_be_converted(tmp_path):
         ("empty", "some.csv", "remove it first"),
         ("empty", "nowhere/x.csv", "there is no"),
         ("episodes.csv", "events", "no CSV of a learning curve"),
+        ("short.csv", "events", "no CSV of a learning curve"),
+        ("binary.csv", "events", "no CSV of a learning curve"),
+        ("folder.csv", "events", "no CSV of a learning curve"),
+        ("good.csv", "good-too.csv", "cannot be a CSV, too"),
+        ("good.csv", "taken", "taken is there"),
+        ("empty", "empty", "empty is there"),
     ):
         with pytest.raises(InputError, match=words):
             convert.main(convert.Args(tmp_path / source, tmp_path / target))
