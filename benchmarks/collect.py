@@ -105,5 +105,7 @@ class Args:
 
 if __name__ == "__main__":
     with one_line_errors():
-        for run_dir in tyro.cli(Args).run_dirs:
+        run_dirs = tyro.cli(Args).run_dirs
+        require(bool(run_dirs), "no run folder is named: name those of the runs to collect.")
+        for run_dir in run_dirs:
             print(collect(run_dir))
