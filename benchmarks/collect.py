@@ -40,9 +40,8 @@ def collect(run_dir: Path) -> Path:
         if same_settings(theirs) != same_settings(meta["command"]):
             raise InputError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
-    evaluations, beside = None, target.with_suffix(".eval.csv")
-    if args.get("eval_interval"):
-        evaluations = read(run_dir / "eval.csv")
+    beside = target.with_suffix(".eval.csv")
+    evaluations = read(run_dir / "eval.csv") if args.get("eval_interval") else None
     if beside.exists() and beside.read_text() != evaluations:
         raise InputError(f"{beside} is of another run of this seed: remove it first")
     write_curve(target, curve, meta)

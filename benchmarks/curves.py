@@ -2,6 +2,7 @@
 
 import csv
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.errors import require
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -23,10 +27,16 @@ class Curve(NamedTuple):
 
 
 def read(path: Path) -> Curve:
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    """Raises InputError for a file without rows, or of other columns."""
     columns = ("step", int), ("seconds", float), ("episodes", int), ("episodic_return", float)
-    return Curve(*([kind(row[name]) for row in rows] for name, kind in columns))
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        curve = Curve(*([kind(row[name]) for row in rows] for name, kind in columns))
+    except (KeyError, TypeError, ValueError):
+        curve = None
+    require(bool(curve and curve.steps), f"{path} is no curve: remove it, or collect that run again.")
+    return curve
 
 
 def score(curve: Curve, end: int, window: int) -> float:

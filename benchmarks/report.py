@@ -117,10 +117,7 @@ reference = cache(curves.read_reference)
 
 
 def read_protocols(results: Path) -> list[Protocol]:
-    """The protocols that have runs; other folders in `results` are passed over.
-
-    Raises InputError for a curve without rows, or of other columns.
-    """
+    """The protocols that have runs; other folders in `results` are passed over. Raises InputError as `curves.read`."""
     protocols = []
     for folder in sorted(results.glob("*-*/"), key=lambda folder: (not folder.name.endswith("-all"), folder.name)):
         if folder.name.split("-")[0] not in PROCGEN_MODES:
@@ -129,12 +126,7 @@ def read_protocols(results: Path) -> list[Protocol]:
         for path in sorted(folder.glob("*/*/seed*.csv")):
             if re.fullmatch(r"seed\d+", path.stem):
                 algorithm, game = path.parts[-3:-1]
-                try:
-                    curve = curves.read(path)
-                except (KeyError, TypeError, ValueError):
-                    curve = None
-                require(bool(curve and curve.steps), f"{path} is no curve: remove it, or collect that run again.")
-                runs.setdefault(algorithm, {}).setdefault(game, {})[seed_of(path)] = curve
+                runs.setdefault(algorithm, {}).setdefault(game, {})[seed_of(path)] = curves.read(path)
         if runs:
             protocols.append(Protocol(folder, runs))
     return protocols

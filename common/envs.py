@@ -285,8 +285,10 @@ def check_envs(
     num_threads: int,
     num_groups: int = 1,
 ) -> None:
-    """Raise InputError for settings of `make_envs` that cannot work. Whether there is such a Gymnasium task is not
-    asked here."""
+    """Raise InputError for settings of `make_envs` that cannot work, and what Procgen would abort on or ignore.
+
+    Whether there is such a Gymnasium task is not asked here.
+    """
     if num_envs < 1:
         raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
     games = env_id.split(",")
@@ -294,25 +296,13 @@ def check_envs(
         shares = f"{num_groups} groups" + (f" of {len(games)} games" if len(games) > 1 else "")
         multiple = num_groups * len(games)
         raise InputError(f"--num-envs {num_envs} cannot be shared by {shares}: use a multiple of {multiple}.")
-    if set(games) <= set(PROCGEN_GAMES):
-        check_procgen(games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads)
-    elif len(games) > 1:
-        raise unknown_env(env_id)
-    elif (distribution_mode, num_levels, start_level) != ("easy", 0, 0):
-        flags = "--distribution-mode, --num-levels and --start-level"
-        raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
-
-
-def check_procgen(
-    games: list[str],
-    num_envs: int,
-    seed: int,
-    distribution_mode: str,
-    num_levels: int,
-    start_level: int,
-    num_threads: int,
-) -> None:
-    """Raise InputError for what Procgen would abort on, ignore, or refuse without a reason."""
+    if not set(games) <= set(PROCGEN_GAMES):
+        if len(games) > 1:
+            raise unknown_env(env_id)
+        if (distribution_mode, num_levels, start_level) != ("easy", 0, 0):
+            flags = "--distribution-mode, --num-levels and --start-level"
+            raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
+        return
     mode = f"--distribution-mode {distribution_mode}"
     if distribution_mode not in PROCGEN_MODES:
         raise InputError(f"{mode} is not known: use one of {', '.join(PROCGEN_MODES)}.")
