@@ -306,12 +306,18 @@ def commands(protocol: Protocol) -> list[str]:
 def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
     columns = min(count, 4)
     rows = math.ceil(count / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.7 * rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 3.3 * rows), layout="constrained", squeeze=False)
     for axis in axes.flat[count:]:
         axis.set_axis_off()
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes.flat[:count])
+
+
+def describe(axis: plt.Axes, game: str, unit: str) -> None:
+    axis.set_title(game, fontsize=10)
+    axis.set_xlabel(unit)
+    axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # below: clear of the curves
 
 
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
@@ -357,9 +363,7 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
                 shown = published[game].steps <= longest + 2 * protocol.window()
                 returns = published[game].returns[:, shown]
                 draw(axis, published[game].steps[shown] / 1e6, returns, label=f"{name} (n = {len(returns)})", **style)
-        axis.set_title(game, fontsize=10)
-        axis.set_xlabel("million steps")
-        axis.legend(frameon=False, fontsize=7)
+        describe(axis, game, "million steps")
     axes[0].set_ylabel("return")
     save(figure, path)
 
@@ -375,9 +379,7 @@ def wall_clock_figure(protocol: Protocol, path: Path) -> None:
                 hours = np.interp(ends, curve.steps, curve.seconds) / 3600
                 label = algorithm if number == 0 else None
                 axis.plot(hours, smoothed(protocol, curve, ends), color=protocol.colour(algorithm), lw=1, label=label)
-        axis.set_title(game, fontsize=10)
-        axis.set_xlabel("hours")
-        axis.legend(frameon=False, fontsize=7)
+        describe(axis, game, "hours")
     axes[0].set_ylabel("return")
     save(figure, path)
 
