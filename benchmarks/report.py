@@ -317,7 +317,7 @@ def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
 def describe(axis: plt.Axes, game: str, unit: str) -> None:
     axis.set_title(game, fontsize=10)
     axis.set_xlabel(unit)
-    axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # below: clear of the curves
+    axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # clear of the curves
 
 
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
