@@ -76,8 +76,12 @@ def resolve_precision(precision: str, device: str) -> str:
     resolved = resolve_device(device)
     if resolved.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(resolved) >= (8, 0) else "fp32"
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # older PyTorch
-    return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
+    return "bf16" if cpu_has("avx512_bf16") or cpu_has("amx_bf16") else "fp32"
+
+
+def cpu_has(instructions: str) -> bool:
+    """Whether this processor has `instructions`, by PyTorch's name for them. An older PyTorch has none to tell of."""
+    return hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get(instructions))
 
 
 def compile_encoders(agent: torch.nn.Module, mode: str) -> None:

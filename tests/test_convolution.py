@@ -15,9 +15,16 @@ import torch.nn.functional as F
 import ppo
 from common import convolution
 from common.convolution import ConvMaxPool2d, MaxPool, residual_block
+from common.device import cpu_has
 
 ROOT = Path(__file__).parent.parent
 needs_compiler = pytest.mark.skipif(convolution.kernels() is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(autouse=True)
+def without_amx(monkeypatch):
+    """Our kernels are tested on processors with AMX, too, where oneDNN's convolutions take their place."""
+    monkeypatch.setattr(convolution, "cpu_has", lambda instructions: False)
 
 
 def frames(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -374,6 +381,18 @@ def test_the_encoder_uses_the_kernels(precision, monkeypatch):
         expected |= Counter({"conv_forward_32_32": 18, "conv_backward_16_16": 4, "conv_backward_16_32": 1})
         expected |= Counter({"conv_backward_32_32": 9})
     assert counts == expected
+
+
+@needs_bf16
+def test_amx_is_left_to_pytorch(monkeypatch):
+    """On a processor with AMX its bfloat16 convolutions are three times as fast as ours: see benchmarks/NOTES.md."""
+    x, (conv,) = bf16_frames(2, 16, 8, 16), convolutions(16, 16)
+    assert convolution.convolves(x, conv)
+    monkeypatch.setattr(convolution, "cpu_has", lambda instructions: instructions == "amx_bf16")
+    assert not convolution.convolves(x, conv)
+    for amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx})
+        assert cpu_has("amx_bf16") == amx
 
 
 @needs_compiler
