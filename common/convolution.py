@@ -2,7 +2,8 @@
 
 PyTorch's kernels (oneDNN's) leave much of the processor idle in convolutions of 3, 16 and 32 channels, and each ReLU,
 residual sum or max-pooling passes through all of the memory once more. Ours (`convolution.cpp`) do a residual block in
-two passes; `benchmarks/NOTES.md` has what they gain. They are C++, built with the machine's compiler (`$CXX`, or else
+two passes. Where the processor has AMX, oneDNN's bfloat16 convolutions use it and ours, which do not, leave the blocks
+to them. `benchmarks/NOTES.md` has what all this gains. They are C++, built with the machine's compiler (`$CXX`, or else
 `c++`) for its own processor when a process first needs them, which takes two seconds and leaves nothing behind.
 """
 
