@@ -28,15 +28,25 @@ class Curve(NamedTuple):
 
 def read(path: Path) -> Curve:
     """Raises InputError for a file without rows, or of other columns."""
-    columns = ("step", int), ("seconds", float), ("episodes", int), ("episodic_return", float)
+    columns = {"step": int, "seconds": float, "episodes": int, "episodic_return": float}
+    return Curve(*read_columns(path, "a learning curve", columns))
+
+
+def read_columns(
+    path: Path, what: str, columns: dict[str, Callable[[str], float]], only: Sequence[tuple[str, str]] = ()
+) -> list[list[float]]:
+    """Columns of a CSV of `what`, each converted as `columns` says, of the rows with the values of `only`, by column.
+
+    Raises InputError for a file that cannot be read, lacks one of these columns, or has no such row.
+    """
     try:
         with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        curve = Curve(*([kind(row[name]) for row in rows] for name, kind in columns))
-    except (KeyError, TypeError, ValueError):
-        curve = None
-    require(bool(curve and curve.steps), f"{path} is no curve: remove it, or collect that run again.")
-    return curve
+            rows = [row for row in csv.DictReader(file) if all(row[name] == text for name, text in only)]
+        values = [[kind(row[name]) for row in rows] for name, kind in columns.items()]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error):
+        rows = []
+    require(bool(rows), f"{path} is no CSV of {what}: copy it from its run again.")
+    return values
 
 
 def score(curve: Curve, end: int, window: int) -> float:

@@ -13,8 +13,6 @@ that of the policy in the middle of these steps, between two evaluations: as an 
 make the gap too small.
 """
 
-import csv
-import json
 import math
 import re
 import sys
@@ -42,6 +40,7 @@ import throughput
 
 from common.envs import PROCGEN_MODES
 from common.errors import one_line_errors, require
+from common.run import read_json
 from common.scores import RETURN_RANGES, normalized
 
 ROOT = Path(__file__).parent.parent
@@ -212,17 +211,16 @@ class Evaluations(NamedTuple):
 
     def at(self, step: float) -> tuple[float, float] | None:
         """Return and standard error, from the evaluations before and after `step`; None where one is missing."""
-        if not self.steps or not self.steps[0] <= step <= self.steps[-1]:
+        if not self.steps[0] <= step <= self.steps[-1]:
             return None
         weights = np.array([np.interp(step, self.steps, unit) for unit in np.eye(len(self.steps))])  # of each
         return float(weights @ self.returns), math.hypot(*(weights * self.errors))
 
 
 def read_evaluations(path: Path) -> Evaluations:
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["policy"] == "stochastic"]
-    columns = ("step", int), ("episodic_return", float), ("standard_error", float)
-    return Evaluations(*([kind(row[name]) for row in rows] for name, kind in columns))
+    """Raises InputError as `curves.read` does."""
+    columns = {"step": int, "episodic_return": float, "standard_error": float}
+    return Evaluations(*curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")]))
 
 
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
@@ -288,7 +286,12 @@ def commands(protocol: Protocol) -> list[str]:
     """A command for each row of the verdicts: all runs of an algorithm on a game."""
     found = {}
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
-        found.setdefault(path.parent, {})[seed_of(path)] = json.loads(path.read_text())
+        meta = read_json(path)
+        require(
+            meta.keys() >= {"command", "commit", "dirty"},
+            f"{path} does not say how its curve was made: collect it again.",
+        )
+        found.setdefault(path.parent, {})[seed_of(path)] = meta
     lines = []
     for folder, metas in found.items():
         command = next(iter(metas.values()))["command"]

@@ -204,7 +204,6 @@ def test_marks_outside_the_evaluations_have_no_gap():
     assert evaluations.at(10) == (1.0, 0.3)
     assert evaluations.at(15) == (2.0, 0.25)
     assert evaluations.at(9) is evaluations.at(21) is None
-    assert report.Evaluations([], [], []).at(10) is None
 
 
 def test_runs_on_several_games_have_no_gap(tmp_path, capsys):
@@ -232,7 +231,31 @@ def test_what_is_no_curve_is_named(text, tmp_path):
     path = tmp_path / "easy-all" / "ppo" / "maze" / "seed3.csv"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(InputError, match=r"seed3\.csv is no curve"):
+    with pytest.raises(InputError, match=r"seed3\.csv is no CSV of a learning curve"):
+        report.main(report.Args(results=tmp_path, readme=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("seed1.eval.csv", "step,policy,episodic_return,standard_error\n", "is no CSV of evaluations"),
+        ("seed1.eval.csv", "step,policy,episodic_return,standard_error\n64,greedy,1,1\n", "is no CSV of evaluations"),
+        (
+            "seed1.eval.csv",
+            "step,policy,episodic_return,standard_error\n64,stochastic,?,1\n",
+            "is no CSV of evaluations",
+        ),
+        ("seed1.eval.csv", "", "is no CSV of evaluations"),
+        ("seed1.meta.json", '{"command": "python ppo.py"', "does not say how its curve was made"),
+        ("seed1.meta.json", '{"command": "python ppo.py"}', "does not say how its curve was made"),
+    ],
+)
+def test_damaged_files_beside_a_curve_are_named(name, text, words, tmp_path):
+    write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 7.0, evaluation=4.0)
+    path = tmp_path / "easy-200" / "ppo" / "coinrun" / name
+    assert path.exists()
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
         report.main(report.Args(results=tmp_path, readme=None))
 
 
