@@ -2,37 +2,34 @@
 
     python ppg.py --env-id starpilot
     python ppg.py --env-id starpilot --arch dual
-    python ppg.py --env-id starpilot --kl-penalty 1
     torchrun --nproc-per-node 4 ppg.py --env-id starpilot    # the paper's 4 processes with 64 environments each
 
 The policy phase is PPO with one pass over each rollout. After `n_pi` of them, an auxiliary phase trains the encoder on
 the value targets of all these rollouts, while a KL divergence holds the policy where it was. The defaults are those of
-OpenAI's phasic-policy-gradient, for one process with 64 environments. What differs from the paper and from CleanRL:
+OpenAI's phasic-policy-gradient, for one process with 64 environments. Deviations from the paper and from CleanRL:
 
-1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends. A run
-   that ends in mid-phase closes with an auxiliary phase on the iterations since the last one, so that it trains on all
-   it collected (OpenAI's and CleanRL's do not). Rollouts that fill no whole minibatch there make a smaller one.
-2. Every finished episode is recorded. Losses are logged as means over all minibatches.
-3. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
-   https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
-4. The default is `--arch detach`, as in CleanRL: one encoder where the paper's default `dual` has two, so half the work
-   in every pass. It stops the gradient of the value head in both phases, as OpenAI's code does for its single network;
-   the paper's, which scored what `dual` did (mean normalised return .755 against .756), does so in the policy phase.
-5. The paper has 4 processes with 64 environments. One process with 64 makes as many minibatches, each of a quarter of
-   the size, at the same learning rate, as in CleanRL: so it makes as many gradient steps in a phase as the paper. With
-   four ranks (torchrun) it has the paper's batches, advantages normalised over all of them.
-6. As in OpenAI's code, from which the paper's curves come, but not in CleanRL: no gradient clipping, no clipping of
-   the value loss and a weight of 1 (not .5) on half its square, minibatches of whole environments, rewards scaled a
-   rollout at a time by a return discounted by .99 (not .999), an Adam of its own for the auxiliary phase, and the
-   value's passes before the policy's where `--e-value` differs from `--e-policy`.
-7. Vector observations go through MLPs and are not normalised.
-8. Where the processor has instructions for it, the convolutional encoder computes in bfloat16 (`--precision`).
+1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
+   `--anneal-lr` lowers the auxiliary optimiser's rate, too.
+2. The logs have every finished episode. Losses are logged as means over all minibatches.
+3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in those runs.
+4. Vector observations go through an MLP, and are not normalised.
+5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
+6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
+   join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
+7. The default is `--arch detach`, as in CleanRL: one encoder, half the cost of the paper's default `dual`. It stops the
+   value head's gradient in both phases, as OpenAI's code does. The paper's scores as `dual`, and stops it in one phase.
+8. The paper has 4 processes with 64 environments. One process makes as many gradient steps in a phase, at the same
+   learning rate, on minibatches of a quarter of the size, as in CleanRL. Four ranks (torchrun) make the paper's.
+9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, a weight of 1 on half the squared value
+   error, minibatches of whole environments, reward scale as in `ppo.py`, an Adam of its own for the auxiliary phase,
+   and the value's passes before the policy's where `--e-value` differs from `--e-policy`.
+10. A run that ends in mid-phase closes with an auxiliary phase on the iterations since the last one.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -41,72 +38,24 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import tyro
+from gymnasium.vector import VectorEnv
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
+from torch.optim import Adam, Optimizer
 
-from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.convolution import ConvMaxPool2d, residual_block
-from common.device import compile_encoders, resolve_precision, setup_device
-from common.env_state import env_states, load_env_states, recording, replay
-from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
-from common.errors import check_settings, one_line_errors, require
-from common.evaluation import Evaluator
-from common.intrinsic import check_intrinsic, make_intrinsic
-from common.memory import empty, frame_store, micro_batches, to_device
-from common.run import Run, check_run, require_finite
-from common.world import ALONE, World, join
+from common.accelerate import accelerate
+from common.learning import backward, mean_metrics
+from common.memory import frame_store, to_device
+from common.reward_scale import RewardNormalizer
+from common.run import Run
+from common.session import Session, run_script
+from common.settings import Fraction, NotNegative, Positive, RunArgs
+from common.world import World
 
 
 @dataclass
-class Args:
-    # ---- run
+class Args(RunArgs):
     exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run folder's name; by default that of the script's file"""
-    seed: int = 1
-    """seed of the networks, the action draws and the environments"""
-    device: str = "auto"
-    """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """number format in the convolutional encoder (on a GPU, fp32 convolutions run in TF32), all else is float32 in any
-    case; auto: bf16 on a processor with instructions for it"""
-    micro_batch_size: int | None = None
-    """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
-    accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
-    """run the convolutional encoder as it is, compiled by torch.compile, or recorded as CUDA graphs (on a GPU)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    resume: str | None = None
-    """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
-    init_from: str | None = None
-    """start a new run with the weights of this run folder, model or checkpoint"""
-    init_heads: Literal["keep", "policy", "reset"] = "keep"
-    """with --init-from: keep the heads of its policy and value, that of the policy alone, or none"""
-    checkpoint_interval: float = 5.0
-    """minutes between checkpoints on disk; 0 for one after each iteration"""
-    keep_checkpoints: int = 2
-    """how many of the newest checkpoints to keep"""
-    track: bool = False
-    """also log to Weights & Biases (needs the package wandb)"""
-    wandb_project_name: str = "procgen"
-    """project in Weights & Biases"""
-    wandb_entity: str | None = None
-    """team in Weights & Biases"""
-    capture_video: bool = False
-    """write videos of environment 0 into the run folder (slower: Procgen then draws 512x512 frames, too)"""
-
-    # ---- evaluation on held-out levels
-    eval_interval: int = 0
-    """environment steps between evaluations (the last is at the end of the run); 0 for none"""
-    eval_episodes: int = 64
-    """episodes of an evaluation with actions drawn, and again with the likeliest; rounded up to as many for each
-    environment"""
-    eval_num_levels: int = 0
-    """number of Procgen levels to evaluate on; 0 for no limit, which is the usual test set"""
-    eval_start_level: int = 0
-    """the first of them (needs --eval-num-levels)"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -116,121 +65,102 @@ class Args:
     num_levels: int = 0
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: int = 0
-    """the first Procgen level (needs --num-levels)"""
+    """first Procgen level to train on (needs --num-levels)"""
     num_threads: int = 4
     """C++ threads that step Procgen"""
-    num_envs: int = 64
-    """environments stepped side by side (N); of each rank, where torchrun starts several"""
-    num_env_groups: int = 1
-    """groups that take turns: with 2, Procgen steps one half of the environments while the policy acts for the other"""
+    num_envs: Positive[int] = 64
+    """number of environments, of each rank (N)"""
+    num_env_groups: Positive[int] = 1
+    """groups of environments that take turns: with 2, Procgen steps one half while the policy acts for the other"""
 
     # ---- algorithm
-    total_timesteps: int = 25_000_000
-    """environment steps in all; rounded up to whole iterations of N x T"""
-    learning_rate: float = 5e-4
+    total_timesteps: Positive[int] = 25_000_000
+    """environment steps of the run; rounded up to whole iterations of N x T"""
+    learning_rate: NotNegative[float] = 5e-4
     """step size of Adam (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
-    adam_eps: float = 1e-8
+    adam_eps: NotNegative[float] = 1e-8
     """Adam's epsilon (eps)"""
-    num_steps: int = 256
+    num_steps: Positive[int] = 256
     """steps of each environment in a rollout (T)"""
-    gamma: float = 0.999
+    gamma: Fraction = 0.999
     """discount factor (gamma)"""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """decay of generalised advantage estimation (lambda)"""
-    num_minibatches: int = 8
+    num_minibatches: Positive[int] = 8
     """minibatches, of whole environments, that a rollout is split into"""
-    e_policy: int = 1
+    e_policy: Positive[int] = 1
     """passes over each rollout for the policy (E_pi)"""
-    e_value: int = 1
-    """passes over each rollout for the value; where it differs from E_pi, each has its own passes and Adam (E_V)"""
+    e_value: Positive[int] = 1
+    """passes over each rollout for the value (E_V); if it differs from E_pi, each has its own passes and Adam"""
     norm_adv: Literal["minibatch", "batch", "none"] = "batch"
     """normalise advantages over each minibatch, over the whole batch, or not at all"""
-    clip_coef: float = 0.2
+    clip_coef: Positive[float] = 0.2
     """clipping range of the policy ratio (epsilon)"""
-    kl_penalty: float | None = None
-    """replace the clipping by this weight times half the squared log-ratio (the paper's KL variant: 1); None to clip"""
-    clip_coef_vf: float | None = None
+    kl_penalty: Positive[float] | None = None
+    """the KL variant: this weight (paper: 1) times half the squared log-ratio replaces clipping; None to clip"""
+    clip_coef_vf: Positive[float] | None = None
     """clipping range of the change of the value; None for a plain squared error"""
-    ent_coef: float = 0.01
+    ent_coef: NotNegative[float] = 0.01
     """weight of the entropy bonus (c2)"""
-    vf_coef: float = 1.0
+    vf_coef: NotNegative[float] = 1.0
     """weight of the value loss, which is half the mean squared error (c1)"""
-    max_grad_norm: float | None = None
+    max_grad_norm: Positive[float] | None = None
     """clip the gradient to this L2 norm; None for no clipping"""
-    target_kl: float | None = None
+    target_kl: Positive[float] | None = None
     """stop an iteration's epochs once a pass ends with an approximate KL (nats) above this; None for never"""
-    norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
-    norm_reward_gamma: float | None = 0.99
-    """discount factor of the return that rewards are scaled by; None for gamma"""
-    n_pi: int = 32
-    """iterations in a policy phase (N_pi), whose frames are kept: 6.4 GB for 32 x 64 x 256 of Procgen's"""
+    norm_reward: Literal["return", "none"] = "return"
+    """divide rewards by the running standard deviation of the discounted return and clip them to +-10, or do not"""
+    norm_reward_gamma: Fraction | None = 0.99
+    """discount factor of that return; None for gamma"""
+    n_pi: Positive[int] = 32
+    """iterations in a policy phase (N_pi), whose frames are kept: 6.4 GB for 32 x 64 x 256 frames of Procgen"""
     aux_frames: Literal["memory", "disk"] = "memory"
-    """where these frames are kept: memory (a GPU's if they fit, or else the host's), or a file in --runs-dir"""
-    e_aux: int = 6
-    """passes over the rollouts of these n_pi iterations in the auxiliary phase (E_aux)"""
-    beta_clone: float = 1.0
+    """where these frames are kept: in memory (a GPU's if they fit, else the host's), or in a file in --runs-dir"""
+    e_aux: Positive[int] = 6
+    """passes over the rollouts of a phase in the auxiliary phase (E_aux)"""
+    beta_clone: NotNegative[float] = 1.0
     """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
-    num_aux_rollouts: int = 4
-    """rollouts of one environment, T steps each, that are worked through at a time in the auxiliary phase"""
-    num_aux_grad_accum: int = 1
-    """how many times `num_aux_rollouts` enter one gradient step of the auxiliary phase"""
+    num_aux_rollouts: Positive[int] = 4
+    """rollouts of one environment, T steps each, that the auxiliary phase works through at a time"""
+    num_aux_grad_accum: Positive[int] = 1
+    """times that these rollouts enter one gradient step of the auxiliary phase"""
 
-    # ---- intrinsic rewards (common/intrinsic.py)
+    # ---- intrinsic rewards
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
-    """also reward what is new: by random network distillation, or by the intrinsic curiosity module"""
-    intrinsic_coef: float = 0.5
-    """weight of their advantages, beside 1 for those of the task's rewards (normalised, only the ratio counts)"""
-    intrinsic_gamma: float = 0.99
-    """their discount factor"""
+    """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
+    intrinsic_coef: NotNegative[float] = 0.5
+    """weight of the intrinsic advantages, beside 1 for the task's (normalised: only the ratio counts)"""
+    intrinsic_gamma: Fraction = 0.99
+    """discount factor of the intrinsic rewards"""
     pretraining: bool = False
-    """learn from them alone: the task's rewards have weight 0, and the agent's values are of intrinsic returns"""
+    """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
 
-    # ---- networks
+    # ---- network
     arch: Literal["detach", "dual", "shared"] = "detach"
-    """detach: one encoder that the value head sends no gradient to; dual: an encoder each for policy and value;
-    shared: one encoder for both. In all three an auxiliary value head teaches the policy's encoder"""
-    feature_dim: int = 256
+    """detach: one encoder, without the value head's gradient; dual: a second one for the value; shared: one for both"""
+    feature_dim: Positive[int] = 256
     """width of the encoder's output"""
-    hidden_dim: int = 64
+    hidden_dim: Positive[int] = 64
     """width of the MLP's hidden layer (vector observations only)"""
     init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "normed"
-    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier's two, or identity, which leaves
-    PyTorch's"""
+    """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
 
     @property
-    def batch_size(self) -> int:
+    def iteration_steps(self) -> int:
+        """Environment steps of a rank in an iteration: the batch that an update learns from."""
         return self.num_envs * self.num_steps
 
-    def validate(self) -> None:
-        """Raise InputError for sizes that cannot work, before anything is started."""
-        check_settings(
-            self,
-            positive="total_timesteps keep_checkpoints eval_episodes num_envs num_env_groups num_steps num_minibatches "
-            "e_policy e_value clip_coef clip_coef_vf max_grad_norm target_kl kl_penalty n_pi e_aux num_aux_rollouts "
-            "num_aux_grad_accum micro_batch_size feature_dim hidden_dim",
-            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef beta_clone "
-            "intrinsic_coef",
-            fractions="gamma gae_lambda norm_reward_gamma intrinsic_gamma",
-        )
-        require(
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        yield from super().constraints()
+        yield (
             self.num_envs % self.num_minibatches == 0,
-            f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs} (a minibatch is made "
-            "of whole environments): change one of the two.",
+            f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs}: change one of them.",
         )
-        check_intrinsic(self)
-        require(self.batch_size > 1, "one step of one environment is no batch: raise --num-steps or --num-envs.")
-        require(
-            self.norm_adv != "minibatch" or self.num_minibatches < self.batch_size,
-            "--norm-adv minibatch cannot normalise a single step: lower --num-minibatches or choose batch or none.",
-        )
-        aux_batch = self.num_aux_rollouts * self.num_aux_grad_accum
-        require(
-            self.num_envs * self.n_pi % aux_batch == 0,
-            f"--num-aux-rollouts {self.num_aux_rollouts} x --num-aux-grad-accum {self.num_aux_grad_accum} = "
-            f"{aux_batch} does not divide the {self.num_envs} x {self.n_pi} rollouts of a phase: change one of these.",
+        yield (
+            self.num_minibatches < self.iteration_steps,
+            f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it, or raise --num-steps.",
         )
 
 
@@ -247,20 +177,15 @@ INIT_SCALES = {
 
 
 def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0. With
-    "identity" it stays as it is."""
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
     if init_fn == "identity":
         return layer
     scale = INIT_SCALES[init_fn][role]
     if init_fn == "normed":
         rows = layer.weight.data.flatten(1)
         layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
-    elif init_fn == "orthogonal":
-        nn.init.orthogonal_(layer.weight, scale)
-    elif init_fn == "xavier_normal":
-        nn.init.xavier_normal_(layer.weight, scale)
-    else:
-        nn.init.xavier_uniform_(layer.weight, scale)
+    else:  # nn.init.orthogonal_, xavier_uniform_ or xavier_normal_
+        getattr(nn.init, f"{init_fn}_")(layer.weight, scale)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -272,14 +197,14 @@ class ResidualBlock(nn.Module):
         self.conv1 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
 
     def forward(self, x: Tensor) -> Tensor:
-        return residual_block(x, self.conv0, self.conv1)  # x + conv1(relu(conv0(relu(x))))
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
 
 
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. The permuted frames are in PyTorch's
-    channels_last layout, which convolutions keep and are fastest in.
+    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. Convolutions keep the layout of the permuted
+    frames, PyTorch's channels_last, and are fastest in it.
     """
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
@@ -288,52 +213,34 @@ class ImpalaCNN(nn.Module):
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
-                init_layer(ConvMaxPool2d(channels, out_channels), init_fn, "conv"),
+                init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
+                nn.MaxPool2d(3, 2, 1),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]
             channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
-        layers += [
-            nn.ReLU(),
-            nn.Flatten(),
-            init_layer(nn.Linear(channels * height * width, feature_dim), init_fn, "dense"),
-            nn.ReLU(),
-        ]
-        self.layers = nn.Sequential(*layers)
+        dense = init_layer(nn.Linear(channels * height * width, feature_dim), init_fn, "dense")
+        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), dense, nn.ReLU())
 
     def forward(self, frames: Tensor) -> Tensor:
-        bf16 = torch.is_autocast_enabled(frames.device.type)  # where 0 to 255 are exact, so that both ways agree
+        bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
         return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
 
-class MLP(nn.Module):
-    """Vectors float32 [B, size] -> features [B, feature_dim]."""
-
-    def __init__(self, size: int, hidden_dim: int, feature_dim: int, init_fn: str):
-        super().__init__()
-        self.layers = nn.Sequential(
-            init_layer(nn.Linear(size, hidden_dim), init_fn, "dense"),
-            nn.Tanh(),
-            init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense"),
-            nn.Tanh(),
-        )
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        return self.layers(vectors)
-
-
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
-    """The network from observations [B, *space.shape] to features [B, feature_dim]."""
+    """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
     if len(space.shape) == 3:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
-    return MLP(space.shape[0], hidden_dim, feature_dim, init_fn)
+    hidden = init_layer(nn.Linear(space.shape[0], hidden_dim), init_fn, "dense")
+    output = init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense")
+    return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
 
 
 class PolicyHead(nn.Module):
     """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
 
-    P is the number of actions of a `Discrete` space, the number of bits of a `MultiBinary`, and for a `Box` twice its
-    size: the means, and the logarithms of standard deviations that do not depend on the observation.
+    P is the number of actions of a `Discrete` space and the number of bits of a `MultiBinary`. For a `Box` it is twice
+    its size: the means, and the logarithms of standard deviations that do not depend on the observation.
     """
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
@@ -344,9 +251,7 @@ class PolicyHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         output = self.linear(features)
-        if self.log_std is None:
-            return output
-        return torch.cat([output, self.log_std.expand_as(output)], dim=-1)
+        return output if self.log_std is None else torch.cat([output, self.log_std.expand_as(output)], dim=-1)
 
 
 def action_dist(space: gym.Space, params: Tensor) -> Distribution:
@@ -374,23 +279,18 @@ class Agent(nn.Module):
         self.aux_value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # without a cache of cast weights, which threads would share
+        # The threads of actors and learner would share autocast's cache of cast weights.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
 
-    def value_from(self, obs: Tensor, features: Tensor) -> Tensor:
-        """Value estimates [B] of observations whose features in the policy's encoder are given."""
+    def get_value(self, obs: Tensor, features: Tensor | None = None) -> Tensor:
+        """Value estimates, float32 [B], of observations [B, ...]; `features` of the policy's encoder save work."""
         if self.arch == "dual":
             features = self.encode(self.value_encoder, obs)
-        elif self.arch == "detach":
-            features = features.detach()
-        return self.value_head(features).squeeze(-1)
-
-    def get_value(self, obs: Tensor) -> Tensor:
-        """Value estimates, float32 [B], of observations [B, ...]."""
-        features = None if self.arch == "dual" else self.encode(self.encoder, obs)
-        return self.value_from(obs, features)
+        elif features is None:
+            features = self.encode(self.encoder, obs)
+        return self.value_head(features.detach() if self.arch == "detach" else features).squeeze(-1)
 
     def get_policy(self, obs: Tensor) -> Tensor:
         """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
@@ -404,15 +304,14 @@ class Agent(nn.Module):
         """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""
         features = self.encode(self.encoder, obs)
         dist = action_dist(self.action_space, self.policy_head(features))
-        if action is None:
-            action = dist.sample()
-        return action, dist.log_prob(action), dist.entropy(), self.value_from(obs, features)
+        action = dist.sample() if action is None else action
+        return action, dist.log_prob(action), dist.entropy(), self.get_value(obs, features)
 
     def get_policy_and_values(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the auxiliary phase trains: distribution parameters [B, P], values [B] and auxiliary values [B]."""
         features = self.encode(self.encoder, obs)
         aux_values = self.aux_value_head(features).squeeze(-1)
-        return self.policy_head(features), self.value_from(obs, features), aux_values
+        return self.policy_head(features), self.get_value(obs, features), aux_values
 
 
 # ----------------------------------------------------------------------------------------------------------- rollout
@@ -425,7 +324,7 @@ class Rollout(NamedTuple):
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
     logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
     values: Tensor  # [T, N] float32, V(obs[t]) of the agent that acted
-    rewards: Tensor  # [T, N] float32, scaled if --norm-reward
+    rewards: Tensor  # [T, N] float32, scaled with --norm-reward return
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
 
@@ -434,11 +333,10 @@ def new_rollout(
     num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
 ) -> Rollout:
     """An empty rollout on `device`."""
-    shape, flags = (num_steps, num_envs), "--num-envs or --num-steps"
-    frames = len(observation_space.shape) == 3
-    discrete = isinstance(action_space, gym.spaces.Discrete)
+    shape, discrete = (num_steps, num_envs), isinstance(action_space, gym.spaces.Discrete)
+    obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
     return Rollout(
-        empty(shape + observation_space.shape, torch.uint8 if frames else torch.float32, device, flags),
+        frame_store(shape + observation_space.shape, obs_dtype, device, flags="--num-envs or --num-steps"),
         torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
         *(torch.zeros(shape, device=device) for _ in range(5)),
     )
@@ -446,48 +344,36 @@ def new_rollout(
 
 @torch.no_grad()
 def collect(
-    agent: Agent,
-    envs: gym.vector.VectorEnv,
-    rollout: Rollout,
-    obs: Tensor,
-    step: int,
-    reward_normalizer: RewardNormalizer | None,
-    run: Run,
-    world: World = ALONE,
+    agent: Agent, envs: VectorEnv, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
 ) -> tuple[Tensor, int]:
-    """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
+    """Fill `rollout` from the observations `obs` [N, ...] on, which the environments gave after `step` steps.
 
-    Returns the observations and the number of steps at its end. `run` is told of every episode that ends. Groups of
-    environments (`--num-env-groups`) take turns: each is stepped while the policy acts for the next.
+    Returns the observations and the number of steps at its end; tells `run` of every finished episode. With
+    `--num-env-groups`, one group of environments steps while the policy acts for the next.
     """
-    rewards, dones = np.zeros(rollout.rewards.shape, np.float32), np.zeros(rollout.dones.shape, np.float32)
+    num_steps, num_envs = rollout.rewards.shape
+    rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
     rollout.truncation_values.zero_()
     obs = obs.clone()
-
-    def play(group: gym.vector.VectorEnv, part: slice) -> Iterator[None]:
-        for t in range(len(rewards)):
-            rollout.obs[t, part] = obs[part]
-            action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
-            rollout.actions[t, part] = action
-            actions = action.cpu().numpy()
-            start_step(group, actions)
-            yield  # the next group's turn, if there is one
-            next_obs, rewards[t, part], terminations, truncations, infos = group.step(actions)
-            dones[t, part] = terminations | truncations
-            cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
-            if len(cut):
-                final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
-                rollout.truncation_values[t, part.start + cut] = agent.get_value(final_obs)
-            obs[part] = to_device(next_obs, obs.device)
-            run.episodes(step + (t + 1) * envs.num_envs * world.size, infos, part.start)
-
-    for _ in zip_longest(*(play(*group) for group in env_groups(envs))):  # in turn
-        pass
-    if reward_normalizer is not None:
-        rewards = reward_normalizer(rewards, dones)
-    rollout.rewards.copy_(torch.as_tensor(rewards))
+    for t in range(num_steps + 1):
+        for group, part in envs.groups:
+            if t > 0:  # finish step t - 1
+                next_obs, rewards[t - 1, part], terminations, truncations, infos = group.step_wait()
+                dones[t - 1, part] = terminations | truncations
+                cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
+                if len(cut):
+                    final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
+                    rollout.truncation_values[t - 1, part.start + cut] = agent.get_value(final_obs)
+                obs[part] = to_device(next_obs, obs.device)
+                run.episodes(step + t * num_envs * run.world_size, infos, part.start)
+            if t < num_steps:  # begin step t
+                rollout.obs[t, part] = obs[part]
+                action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
+                rollout.actions[t, part] = action
+                group.step_async(action.cpu().numpy())
+    rollout.rewards.copy_(torch.as_tensor(normalizer(rewards, dones)))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step + rewards.size * world.size
+    return obs, step + num_steps * num_envs * run.world_size
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -499,7 +385,7 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     delta_t = r_t + gamma V(s_(t+1)) - V(s_t);  A_t = delta_t + gamma lambda (1 - done_t) A_(t+1)
 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
-    ended by itself. `last_value` [N] is that of the observations which follow the rollout.
+    ended by itself. `last_value` [N] is the value of the observations after the rollout.
     """
     advantages = torch.zeros_like(rollout.rewards)
     advantage, next_value = torch.zeros_like(last_value), last_value
@@ -512,7 +398,8 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     return advantages
 
 
-def normalize_advantages(advantages: Tensor, world: World = ALONE) -> Tensor:
+def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
+    """Advantages [...] with mean 0 and standard deviation 1 over all ranks."""
     std, mean = world.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
 
@@ -522,8 +409,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
-    With `kl_penalty` (PPG, section 3.5), the plain surrogate with a penalty of half the squared log-ratio instead. The
-    approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
+    With `kl_penalty` (PPG, section 3.5), a penalty on half the squared log-ratio replaces the clipping.
+    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
     """
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
@@ -533,6 +420,7 @@ def policy_loss(
         loss = -(ratio * advantages).mean() + kl_penalty * 0.5 * (logratio**2).mean()
     with torch.no_grad():
         metrics = {
+            "losses/policy_loss": loss,
             "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
@@ -544,8 +432,8 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, the worse of the errors of the value and of the value clipped to that distance from the old one
-    (as in OpenAI's baselines).
+    With `clip_coef_vf`, the larger of two errors: the value's, and that of the value clipped to this distance from the
+    old one (as in OpenAI's baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
@@ -559,84 +447,55 @@ def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
     return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
 
 
-def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each tag over the minibatches that have it, still on the device."""
-    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
-    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
-
-
-def sum_metrics(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of each tag over the pieces of a minibatch, still on the device."""
-    return {tag: sum(piece[tag] for piece in pieces) for tag in pieces[0]}
-
-
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
 def update(
-    agent: Agent,
-    optimizer: torch.optim.Optimizer,
-    value_optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    advantages: Tensor,
-    returns: Tensor,
-    args: Args,
-    world: World = ALONE,
+    agent: Agent, optimizers: tuple, rollout: Rollout, advantages: Tensor, returns: Tensor, args: Args, world: World
 ) -> dict[str, Tensor]:
-    """Policy phase: train on a rollout in minibatches of whole environments. Returns the means of the metrics.
+    """Train on a rollout and its advantages and value targets [T, N], in minibatches of whole environments."""
 
-    advantages, returns: [T, N], what the policy learns from and what the values are to be.
-    """
+    def policy_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
+        _, logprobs, entropy, _ = agent.get_action_and_value(obs, actions)
+        pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef, args.kl_penalty)
+        return pg_loss - args.ent_coef * entropy.mean(), metrics | {"losses/entropy": entropy.mean()}
+
+    def value_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
+        v_loss = value_loss(agent.get_value(obs), old_values, returns, args.clip_coef_vf)
+        return args.vf_coef * v_loss, {"losses/value_loss": v_loss}
+
+    def joint_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
+        _, logprobs, entropy, values = agent.get_action_and_value(obs, actions)
+        pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef, args.kl_penalty)
+        v_loss, entropy = value_loss(values, old_values, returns, args.clip_coef_vf), entropy.mean()
+        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+        return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
+
+    passes = [(joint_loss_of, optimizers[0])] * args.e_policy
+    if args.e_policy != args.e_value:
+        passes = [(value_loss_of, optimizers[1])] * args.e_value + [(policy_loss_of, optimizers[0])] * args.e_policy
     if args.norm_adv == "batch":
         advantages = normalize_advantages(advantages, world)
-
-    if args.e_policy == args.e_value:
-        passes = [(optimizer, args.e_policy, True, True)]
-    else:
-        passes = [(value_optimizer, args.e_value, False, True), (optimizer, args.e_policy, True, False)]
     history = []
-    for opt, epochs, train_policy, train_value in passes:
-        for _ in range(epochs):
-            for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
-                *minibatch, batch_advantages = (
-                    x.index_select(1, batch).flatten(0, 1)  # of frames four times as fast as [:, batch]
-                    for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-                )
-                if args.norm_adv == "minibatch":
-                    batch_advantages = normalize_advantages(batch_advantages, world)
-                opt.zero_grad()
-                pieces = []
-                for piece in world.average_gradient(
-                    micro_batches([*minibatch, batch_advantages], args.micro_batch_size)
-                ):
-                    obs, actions, logprobs, values, piece_returns, piece_advantages = piece
-                    _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
-                    loss, losses, metrics = 0.0, {}, {}
-                    if train_policy:
-                        clip_coef, kl_penalty = args.clip_coef, args.kl_penalty
-                        pg_loss, metrics = policy_loss(new_logprobs, logprobs, piece_advantages, clip_coef, kl_penalty)
-                        entropy_loss = entropy.mean()
-                        loss = loss + pg_loss - args.ent_coef * entropy_loss
-                        losses |= {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss}
-                    if train_value:
-                        v_loss = value_loss(new_values, values, piece_returns, args.clip_coef_vf)
-                        loss = loss + args.vf_coef * v_loss
-                        losses |= {"losses/value_loss": v_loss}
-                    share = len(obs) / len(batch_advantages)
-                    (loss * share).backward()
-                    pieces.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
-                grad_norm = clip_gradient(agent, args.max_grad_norm)
-                opt.step()
-                history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
-            if train_policy and args.target_kl is not None:
-                approx_kl = world.mean(history[-1])["losses/approx_kl"]
-                if approx_kl > args.target_kl:
-                    break
-    deviations = [metrics["losses/ratio_deviation"] for metrics in history if "losses/ratio_deviation" in metrics]
+    for loss_of, optimizer in passes:
+        for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
+            minibatch = [
+                x.index_select(1, batch).flatten(0, 1)  # four times as fast as [:, batch] for frames
+                for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
+            ]
+            if args.norm_adv == "minibatch":
+                minibatch[-1] = normalize_advantages(minibatch[-1], world)
+            optimizer.zero_grad()
+            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # in pieces, averaged over the ranks
+            metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+            optimizer.step()
+            history.append(metrics)
+        if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
+            break
     return mean_metrics(history) | {
-        "losses/initial_ratio_deviation": deviations[0],
+        "losses/initial_ratio_deviation": next(m[tag] for m in history if (tag := "losses/ratio_deviation") in m),
         "losses/explained_variance": explained_variance(rollout.values, returns),
     }
 
@@ -644,86 +503,92 @@ def update(
 # ---------------------------------------------------------------------------------------------------- auxiliary phase
 
 
-def policy_kl(old_dist: Distribution, dist: Distribution) -> Tensor:
-    """KL divergence [B] of `dist` from `old_dist`."""
-    if isinstance(dist, Independent) and isinstance(dist.base_dist, Bernoulli):
-        # from the logits: PyTorch's takes probabilities and is infinite where a new one rounds to 1
-        old, new = old_dist.base_dist.logits, dist.base_dist.logits
+class Phase:
+    """The rollouts of a policy phase: `obs` [K, T, N, ...], on any device, `actions`, and value targets `returns`.
+
+    In a checkpoint, the actions stand for Procgen's frames, which `envs` play again; other observations are saved.
+    """
+
+    def __init__(self, size: int, envs: VectorEnv, rollout: Rollout, args: Args, device: torch.device):
+        flags, disk = "--n-pi, --num-envs or --num-steps", args.runs_dir if args.aux_frames == "disk" else None
+        obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, flags, disk, spill=True)
+        actions = torch.empty((size, *rollout.actions.shape), dtype=rollout.actions.dtype)
+        self.envs, self.store = envs, (obs, actions, torch.empty((size, *rollout.values.shape), device=device))
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a new phase where the environments are now."""
+        self.start = self.envs.states()
+        self.resize(0)
+
+    def resize(self, length: int) -> None:
+        self.obs, self.actions, self.returns = (x[:length] for x in self.store)
+        self.full = length == len(self.store[0])
+
+    def add(self, rollout: Rollout, returns: Tensor) -> None:
+        self.resize(len(self.obs) + 1)
+        self.obs[-1], self.actions[-1], self.returns[-1] = rollout.obs, rollout.actions, returns
+
+    def state_dict(self) -> dict:
+        state = {"start": self.start, "actions": self.actions, "returns": self.returns}
+        return state if self.envs.restorable else state | {"obs": self.obs}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore a phase that led `envs` to where they are. Raises InputError if they do not repeat it."""
+        self.start = state["start"]
+        self.resize(len(state["actions"]))
+        self.actions[:], self.returns[:] = state["actions"], state["returns"]
+        if "obs" in state:
+            self.obs[:] = state["obs"]
+        else:
+            self.envs.replay(self.start, self.actions, self.obs)
+
+
+def policy_kl(old: Distribution, new: Distribution) -> Tensor:
+    """KL divergence [B] of `new` from `old`, from log-probabilities: finite where a new probability rounds to 0."""
+    if isinstance(new, Categorical):
+        return (old.probs * (old.logits - new.logits)).sum(-1)
+    if isinstance(new.base_dist, Bernoulli):
+        old, new = old.base_dist.logits, new.base_dist.logits
         on, off = F.logsigmoid(old) - F.logsigmoid(new), F.logsigmoid(-old) - F.logsigmoid(-new)
         return (old.sigmoid() * on + (-old).sigmoid() * off).sum(-1)
-    return kl_divergence(old_dist, dist)
-
-
-def auxiliary_loss(
-    dist: Distribution, old_dist: Distribution, values: Tensor, aux_values: Tensor, returns: Tensor, beta_clone: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The auxiliary phase's L^joint and L^value (PPG, section 2) in one sum: values, aux_values and returns [B]."""
-    aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
-    real_value_loss = 0.5 * ((values - returns) ** 2).mean()
-    kl_loss = policy_kl(old_dist, dist).mean()
-    metrics = {
-        "losses/aux/aux_value_loss": aux_value_loss,
-        "losses/aux/real_value_loss": real_value_loss,
-        "losses/aux/kl_loss": kl_loss,
-    }
-    return aux_value_loss + real_value_loss + beta_clone * kl_loss, metrics
+    return kl_divergence(old, new)
 
 
 def auxiliary_phase(
-    agent: Agent,
-    optimizer: torch.optim.Optimizer,
-    obs: Tensor,
-    returns: Tensor,
-    args: Args,
-    step: int,
-    run: Run,
-    world: World = ALONE,
+    agent: Agent, optimizer: Optimizer, phase: Phase, args: Args, show: Callable[[str], None], world: World
 ) -> dict[str, Tensor]:
-    """Train encoder and value heads on K iterations of T steps in N environments. Returns the means of the metrics.
-
-    Args:
-        obs: [K, T, N, *observation_shape], what the policy phase saw, on any device.
-        returns: [K, T, N] float32, their value targets, computed when they were collected.
-        step, run: where the progress is shown.
-    """
-    iterations, num_steps, num_envs = returns.shape
+    """Train encoder and value heads on the rollouts of a phase. Returns the means of the metrics."""
+    iterations, _, num_envs = phase.returns.shape
     # Rollout number k * N + n is that of environment n in iteration k.
-    rollouts = torch.arange(iterations * num_envs, device=returns.device)
+    rollouts = torch.arange(iterations * num_envs, device=phase.returns.device)
 
     def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
-        batch = batch.to(x.device)
-        return to_device(x[batch // num_envs, :, batch % num_envs].flatten(0, 1), returns.device)
+        k, n = (batch // num_envs).to(x.device), (batch % num_envs).to(x.device)
+        return to_device(x[k, :, n].flatten(0, 1), rollouts.device)
 
-    old_params = []
-    for batch in rollouts.split(args.num_aux_rollouts):
-        run.show(step, "auxiliary phase: old policy")
-        with torch.no_grad():
-            old_params.append(agent.get_policy(steps_of(batch, obs)).unflatten(0, (len(batch), -1)))
-    old_params = torch.cat(old_params)  # [K x N, T, P]
+    def loss_of(obs, old_params, returns):  # L^joint + L^value (PPG, section 2)
+        params, values, aux_values = agent.get_policy_and_values(obs)
+        kl_loss = policy_kl(action_dist(agent.action_space, old_params), action_dist(agent.action_space, params)).mean()
+        aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
+        real_value_loss = 0.5 * ((values - returns) ** 2).mean()
+        metrics = {"losses/aux/aux_value_loss": aux_value_loss, "losses/aux/real_value_loss": real_value_loss}
+        return aux_value_loss + real_value_loss + args.beta_clone * kl_loss, metrics | {"losses/aux/kl_loss": kl_loss}
 
-    def pieces_of(group: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        for batch in group.split(args.num_aux_rollouts):
-            minibatch = steps_of(batch, obs), old_params[batch].flatten(0, 1), steps_of(batch, returns)
-            yield from micro_batches(minibatch, args.micro_batch_size)
-
-    history = []
+    with torch.no_grad():
+        old_params = [agent.get_policy(steps_of(batch, phase.obs)) for batch in rollouts.split(args.num_aux_rollouts)]
+    old_params = torch.cat(old_params).unflatten(0, (len(rollouts), -1))  # [K x N, T, P]
+    history, at_a_time = [], args.num_aux_rollouts * args.num_steps
     for epoch in range(1, args.e_aux + 1):
         order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
-        for group in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
-            run.show(step, f"auxiliary phase: epoch {epoch}/{args.e_aux}")
+        for batch in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
+            show(f"auxiliary phase: epoch {epoch}/{args.e_aux}")
+            minibatch = steps_of(batch, phase.obs), old_params[batch].flatten(0, 1), steps_of(batch, phase.returns)
             optimizer.zero_grad()  # also of the last gradient of the policy phase
-            pieces = []
-            for piece_obs, piece_old_params, piece_returns in world.average_gradient(pieces_of(group)):
-                params, values, aux_values = agent.get_policy_and_values(piece_obs)
-                dist = action_dist(agent.action_space, params)
-                old_dist = action_dist(agent.action_space, piece_old_params)
-                loss, metrics = auxiliary_loss(dist, old_dist, values, aux_values, piece_returns, args.beta_clone)
-                share = len(piece_obs) / (len(group) * num_steps)
-                (loss * share).backward()
-                pieces.append({tag: value.detach() * share for tag, value in metrics.items()})
-            grad_norm = clip_gradient(agent, args.max_grad_norm)
+            metrics = backward(loss_of, minibatch, args.micro_batch_size, world, at_most=at_a_time)
+            metrics["losses/aux/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
-            history.append(sum_metrics(pieces) | {"losses/aux/grad_norm": grad_norm})
+            history.append(metrics)
     return mean_metrics(history)
 
 
@@ -732,75 +597,33 @@ def auxiliary_phase(
 
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    # ---- set up
-    args.validate()
-    check_run(args)
-    script = Path(__file__).name
-    world = join(args.device)  # with other ranks, where torchrun has started this process
-    args = world.own(replace(args, precision=resolve_precision(args.precision, args.device)))
-    resumed = find_run(args, script, world)
-    seed = world.seed(args.seed, resumed)
-    device = setup_device(
-        args.device, seed=seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
-    )
-    envs = make_envs(
-        args.env_id,
-        args.num_envs,
-        seed=seed,
-        distribution_mode=args.distribution_mode,
-        num_levels=args.num_levels,
-        start_level=args.start_level,
-        num_threads=args.num_threads,
-        capture_video=args.capture_video,
-        num_groups=args.num_env_groups,
-    )
-    observation_space, action_space = envs.single_observation_space, envs.single_action_space
-    agent = Agent(observation_space, action_space, args).to(device)
-    compile_encoders(agent, args.accelerate)
-    optimizer, value_optimizer, aux_optimizer = (
-        torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
-        for _ in range(3)
-    )
-    reward_normalizer = None
-    if args.norm_reward:
+    with Session(args, __file__) as session:  # checks, ranks, the run to resume, seed, device
+        # ---- set up
+        args, world, device = session.args, session.world, session.device
+        envs = session.make_envs()
+        observation_space, action_space = envs.single_observation_space, envs.single_action_space
+        agent = Agent(observation_space, action_space, args).to(device)
+        accelerate(agent, args.accelerate)
+        optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
+        value_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
+        aux_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
-        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
-    intrinsic = make_intrinsic(args, observation_space, action_space, args.e_value, world, device)
-    iteration_steps = args.batch_size * world.size
-    total_steps = world.total_steps(args.total_timesteps, iteration_steps, resumed)
-    rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
-    num_kept = min(args.n_pi, math.ceil(total_steps / iteration_steps))
-    shape, flags = (num_kept, *rollout.obs.shape), "--n-pi, --num-envs or --num-steps"
-    aux_obs = frame_store(shape, rollout.obs.dtype, device, args.aux_frames, Path(args.runs_dir), flags)
-    aux_actions = torch.empty((num_kept, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
-    aux_returns = torch.empty((num_kept, *rollout.values.shape), device=device)
-    evaluate = Evaluator(args, agent, device, iteration_steps, total_steps, world)
-    if args.init_from and not (resumed and resumed.checkpoint):
-        load_weights(agent, args.init_from, args.init_heads)
-    run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
-    if args.capture_video:
-        envs = RecordFirstEnv(envs, run.path / "videos")
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
+        intrinsic = session.make_intrinsic(envs, epochs=args.e_value)
+        rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
+        parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
+        phase = Phase(min(args.n_pi, session.num_iterations), envs, rollout, args, device)
+        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer, "phase": phase}
+        run = session.open_run(agent, **parts)
+        step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
 
-    step, k, obs = run.step, 0, torch.as_tensor(envs.reset(seed=seed)[0]).to(rollout.obs)
-    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic}
-    parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
-    with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
-        world.share(agent)
-        if checkpoints.loop:
-            saved = checkpoints.loop
-            phase_start, k = saved["phase"]["start"], len(saved["returns"])
-            aux_actions[:k], aux_returns[:k] = saved["phase"]["actions"], saved["returns"]
-            replay(envs, saved["phase"], aux_obs[:k], saved["envs"])
-            obs = load_env_states(envs, saved["envs"]).to(rollout.obs)
-        while step < total_steps:
-            learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+        while step < run.total_steps:
+            learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
             for each in (optimizer, value_optimizer, aux_optimizer):
                 each.param_groups[0]["lr"] = learning_rate
 
             # ---- collect
-            if k == 0:
-                phase_start = env_states(envs, obs)
-            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run, world)
+            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
 
             # ---- learn
             with torch.no_grad():
@@ -809,29 +632,21 @@ def main(args: Args) -> Path:
             returns, metrics = advantages + rollout.values, {}
             if intrinsic is not None:
                 advantages, returns, metrics = intrinsic(rollout, obs, advantages, compute_gae)
-            metrics |= update(agent, optimizer, value_optimizer, rollout, advantages, returns, args, world)
+            metrics |= update(agent, (optimizer, value_optimizer), rollout, advantages, returns, args, world)
 
             # ---- auxiliary phase
-            batch = rollout._asdict()
-            aux_obs[k], aux_actions[k], aux_returns[k] = rollout.obs, rollout.actions, returns
-            if k == args.n_pi - 1 or step >= total_steps:
-                require_finite(step, metrics, batch)  # before a phase of many passes is spent on a broken network
-                batch = {"obs": aux_obs[: k + 1], "returns": aux_returns[: k + 1]}
-                metrics |= auxiliary_phase(agent, aux_optimizer, *batch.values(), args, step, run, world)
+            phase.add(rollout, returns)
+            if phase.full or step >= run.total_steps:
+                run.require_finite(step, metrics, rollout._asdict())  # before many passes are spent on a broken network
+                metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, run.show_phase, world)
+                phase.clear()
 
             # ---- log
-            run.log(step, metrics | {"charts/learning_rate": learning_rate}, batch)
-            k = (k + 1) % args.n_pi  # iterations that wait for the next auxiliary phase
-            phase = recording(phase_start, aux_actions[:k], aux_obs[:k])
-            evaluate(step, run)
-            checkpoints.save(step, phase=phase, returns=aux_returns[:k], envs=env_states(envs, obs))
-
-    envs.close()
-    evaluate.close()
-    world.leave()
+            run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())
+            session.evaluate(step)
+            session.save(step)
     return run.path
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(tyro.cli(Args, default=saved_args(Args)))
+    run_script(main, Args)

@@ -6,26 +6,25 @@
     torchrun --nproc-per-node 4 ppo.py --env-id starpilot    # 4 ranks with 64 environments each
 
 The defaults are those of the Procgen paper (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588) for the easy mode, as
-run by OpenAI's baselines. What differs from those runs and from CleanRL's ppo_procgen.py:
+run with OpenAI's baselines. Deviations from those runs and from CleanRL's ppo_procgen.py:
 
 1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
-2. Every finished episode is recorded. Losses are logged as means over all minibatches.
-3. Where Gymnasium reports a time limit, the value of the final observation is bootstrapped (Pardo et al. 2018,
-   https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in the published runs.
-4. Rewards are scaled a rollout at a time: its returns enter the running statistics before it is divided by them. These
-   returns are discounted by .99, the default of baselines' VecNormalize that the published runs used, not by gamma as
-   in CleanRL.
-5. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases: in baselines the convolutions do,
-   and the heads are orthogonal; CleanRL has PyTorch's default and orthogonal heads. Max-pooling pads both sides of a
-   frame, as in CleanRL; TensorFlow's pads one.
-6. Vector observations go through one MLP for policy and value, and are not normalised.
-7. Where the processor has instructions for it, the convolutional encoder computes in bfloat16 (`--precision`).
+2. The logs have every finished episode. Losses are logged as means over all minibatches.
+3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in those runs.
+4. Vector observations go through an MLP, and are not normalised.
+5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
+6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
+   join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
+7. Each rollout's returns enter the running statistics before its rewards are divided by them. The returns have the
+   discount .99, the default of baselines' VecNormalize that the published runs used; CleanRL uses gamma.
+8. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases; in baselines and CleanRL the
+   heads are orthogonal, in CleanRL the rest PyTorch's default. Max-pooling pads both sides; TensorFlow pads one side.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -33,72 +32,25 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import tyro
+import torch.nn.functional as F
+from gymnasium.vector import VectorEnv
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
+from torch.optim import Adam, Optimizer
 
-from common.checkpoint import Checkpoints, find_run, load_weights, saved_args
-from common.convolution import ConvMaxPool2d, residual_block
-from common.device import compile_encoders, resolve_precision, setup_device
-from common.env_state import env_states, load_env_states
-from common.envs import RecordFirstEnv, RewardNormalizer, env_groups, make_envs, start_step
-from common.errors import check_settings, one_line_errors, require
-from common.evaluation import Evaluator
-from common.intrinsic import check_intrinsic, make_intrinsic
-from common.memory import empty, micro_batches, to_device
-from common.run import Run, check_run
-from common.world import ALONE, World, join
+from common.accelerate import accelerate
+from common.learning import backward, mean_metrics
+from common.memory import frame_store, to_device
+from common.reward_scale import RewardNormalizer
+from common.run import Run
+from common.session import Session, run_script
+from common.settings import Fraction, NotNegative, Positive, RunArgs
+from common.world import World
 
 
 @dataclass
-class Args:
-    # ---- run
+class Args(RunArgs):
     exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run folder's name; by default that of the script's file"""
-    seed: int = 1
-    """seed of the networks, the action draws and the environments"""
-    device: str = "auto"
-    """auto (a CUDA GPU, or else the CPU), cpu, cuda or cuda:N"""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """number format in the convolutional encoder (on a GPU, fp32 convolutions run in TF32), all else is float32 in any
-    case; auto: bf16 on a processor with instructions for it"""
-    micro_batch_size: int | None = None
-    """steps of a minibatch whose gradient is computed at a time, to save memory; None: 512 on a CPU, all on a GPU"""
-    accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
-    """run the convolutional encoder as it is, compiled by torch.compile, or recorded as CUDA graphs (on a GPU)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    resume: str | None = None
-    """go on with the run in this folder, or with auto the newest unfinished run of the same settings"""
-    init_from: str | None = None
-    """start a new run with the weights of this run folder, model or checkpoint"""
-    init_heads: Literal["keep", "policy", "reset"] = "keep"
-    """with --init-from: keep the heads of its policy and value, that of the policy alone, or none"""
-    checkpoint_interval: float = 5.0
-    """minutes between checkpoints on disk; 0 for one after each iteration"""
-    keep_checkpoints: int = 2
-    """how many of the newest checkpoints to keep"""
-    track: bool = False
-    """also log to Weights & Biases (needs the package wandb)"""
-    wandb_project_name: str = "procgen"
-    """project in Weights & Biases"""
-    wandb_entity: str | None = None
-    """team in Weights & Biases"""
-    capture_video: bool = False
-    """write videos of environment 0 into the run folder (slower: Procgen then draws 512x512 frames, too)"""
-
-    # ---- evaluation on held-out levels
-    eval_interval: int = 0
-    """environment steps between evaluations (the last is at the end of the run); 0 for none"""
-    eval_episodes: int = 64
-    """episodes of an evaluation with actions drawn, and again with the likeliest; rounded up to as many for each
-    environment"""
-    eval_num_levels: int = 0
-    """number of Procgen levels to evaluate on; 0 for no limit, which is the usual test set"""
-    eval_start_level: int = 0
-    """the first of them (needs --eval-num-levels)"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -108,94 +60,85 @@ class Args:
     num_levels: int = 0
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: int = 0
-    """the first Procgen level (needs --num-levels)"""
+    """first Procgen level to train on (needs --num-levels)"""
     num_threads: int = 4
     """C++ threads that step Procgen"""
-    num_envs: int = 64
-    """environments stepped side by side (N); of each rank, where torchrun starts several"""
-    num_env_groups: int = 1
-    """groups that take turns: with 2, Procgen steps one half of the environments while the policy acts for the other"""
+    num_envs: Positive[int] = 64
+    """number of environments, of each rank (N)"""
+    num_env_groups: Positive[int] = 1
+    """groups of environments that take turns: with 2, Procgen steps one half while the policy acts for the other"""
 
     # ---- algorithm
-    total_timesteps: int = 25_000_000
-    """environment steps in all; rounded up to whole iterations of N x T"""
-    learning_rate: float = 5e-4
-    """step size of Adam (alpha)"""
+    total_timesteps: Positive[int] = 25_000_000
+    """environment steps of the run; rounded up to whole iterations"""
+    learning_rate: NotNegative[float] = 5e-4
+    """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
-    adam_eps: float = 1e-5
+    adam_eps: NotNegative[float] = 1e-5
     """Adam's epsilon (eps)"""
-    num_steps: int = 256
+    num_steps: Positive[int] = 256
     """steps of each environment in a rollout (T)"""
-    gamma: float = 0.999
+    gamma: Fraction = 0.999
     """discount factor (gamma)"""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """decay of generalised advantage estimation (lambda)"""
-    num_minibatches: int = 8
+    num_minibatches: Positive[int] = 8
     """minibatches that a rollout is split into"""
-    update_epochs: int = 3
+    update_epochs: Positive[int] = 3
     """passes over each rollout (K)"""
     norm_adv: Literal["minibatch", "batch", "none"] = "minibatch"
     """normalise advantages over each minibatch, over the whole batch, or not at all"""
-    clip_coef: float = 0.2
+    clip_coef: Positive[float] = 0.2
     """clipping range of the policy ratio (epsilon)"""
-    clip_coef_vf: float | None = 0.2
+    clip_coef_vf: Positive[float] | None = 0.2
     """clipping range of the change of the value; None for a plain squared error"""
-    ent_coef: float = 0.01
+    ent_coef: NotNegative[float] = 0.01
     """weight of the entropy bonus (c2)"""
-    vf_coef: float = 0.5
+    vf_coef: NotNegative[float] = 0.5
     """weight of the value loss, which is half the mean squared error (c1)"""
-    max_grad_norm: float | None = 0.5
+    max_grad_norm: Positive[float] | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""
-    target_kl: float | None = None
+    target_kl: Positive[float] | None = None
     """stop an iteration's epochs once a pass ends with an approximate KL (nats) above this; None for never"""
-    norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return and clip them to +-10"""
-    norm_reward_gamma: float | None = 0.99
-    """discount factor of the return that rewards are scaled by; None for gamma"""
+    norm_reward: Literal["return", "none"] = "return"
+    """divide rewards by the running standard deviation of the discounted return and clip them to +-10, or do not"""
+    norm_reward_gamma: Fraction | None = 0.99
+    """discount factor of that return; None for gamma"""
 
-    # ---- intrinsic rewards (common/intrinsic.py)
+    # ---- intrinsic rewards
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
-    """also reward what is new: by random network distillation, or by the intrinsic curiosity module"""
-    intrinsic_coef: float = 0.5
-    """weight of their advantages, beside 1 for those of the task's rewards (normalised, only the ratio counts)"""
-    intrinsic_gamma: float = 0.99
-    """their discount factor"""
+    """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
+    intrinsic_coef: NotNegative[float] = 0.5
+    """weight of the intrinsic advantages, beside 1 for the task's (normalised: only the ratio counts)"""
+    intrinsic_gamma: Fraction = 0.99
+    """discount factor of the intrinsic rewards"""
     pretraining: bool = False
-    """learn from them alone: the task's rewards have weight 0, and the agent's values are of intrinsic returns"""
+    """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
 
-    # ---- networks
-    feature_dim: int = 256
+    # ---- network
+    feature_dim: Positive[int] = 256
     """width of the encoder's output"""
-    hidden_dim: int = 64
+    hidden_dim: Positive[int] = 64
     """width of the MLP's hidden layer (vector observations only)"""
     init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "xavier_uniform"
-    """how weights start: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier's two, or identity, which leaves
-    PyTorch's"""
+    """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
 
     @property
-    def batch_size(self) -> int:
+    def iteration_steps(self) -> int:
+        """Environment steps of a rank in an iteration: the batch that an update learns from."""
         return self.num_envs * self.num_steps
 
-    def validate(self) -> None:
-        """Raise InputError for sizes that cannot work, before anything is started."""
-        check_settings(
-            self,
-            positive="total_timesteps keep_checkpoints eval_episodes num_envs num_env_groups num_steps num_minibatches "
-            "update_epochs clip_coef clip_coef_vf max_grad_norm target_kl micro_batch_size feature_dim hidden_dim",
-            not_negative="checkpoint_interval eval_interval learning_rate adam_eps ent_coef vf_coef intrinsic_coef",
-            fractions="gamma gae_lambda norm_reward_gamma intrinsic_gamma",
-        )
-        require(
-            self.batch_size % self.num_minibatches == 0,
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        yield from super().constraints()
+        yield (
+            self.iteration_steps % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
-            f"{self.num_steps} steps = {self.batch_size}: change one of the three.",
+            f"{self.num_steps} steps = {self.iteration_steps}: change one of the three.",
         )
-        check_intrinsic(self)
-        require(self.batch_size > 1, "one step of one environment is no batch: raise --num-steps or --num-envs.")
-        require(
-            self.norm_adv != "minibatch" or self.num_minibatches < self.batch_size,
-            "--norm-adv minibatch cannot normalise a single step: lower --num-minibatches or choose batch or none.",
+        yield (
+            self.num_minibatches < self.iteration_steps,
+            f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it, or raise --num-steps.",
         )
 
 
@@ -212,20 +155,15 @@ INIT_SCALES = {
 
 
 def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0. With
-    "identity" it stays as it is."""
+    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
     if init_fn == "identity":
         return layer
     scale = INIT_SCALES[init_fn][role]
     if init_fn == "normed":
         rows = layer.weight.data.flatten(1)
         layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
-    elif init_fn == "orthogonal":
-        nn.init.orthogonal_(layer.weight, scale)
-    elif init_fn == "xavier_normal":
-        nn.init.xavier_normal_(layer.weight, scale)
-    else:
-        nn.init.xavier_uniform_(layer.weight, scale)
+    else:  # nn.init.orthogonal_, xavier_uniform_ or xavier_normal_
+        getattr(nn.init, f"{init_fn}_")(layer.weight, scale)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -237,14 +175,14 @@ class ResidualBlock(nn.Module):
         self.conv1 = init_layer(nn.Conv2d(channels, channels, 3, padding=1), init_fn, "residual")
 
     def forward(self, x: Tensor) -> Tensor:
-        return residual_block(x, self.conv0, self.conv1)  # x + conv1(relu(conv0(relu(x))))
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
 
 
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. The permuted frames are in PyTorch's
-    channels_last layout, which convolutions keep and are fastest in.
+    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. Convolutions keep the layout of the permuted
+    frames, PyTorch's channels_last, and are fastest in it.
     """
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
@@ -253,52 +191,34 @@ class ImpalaCNN(nn.Module):
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
-                init_layer(ConvMaxPool2d(channels, out_channels), init_fn, "conv"),
+                init_layer(nn.Conv2d(channels, out_channels, 3, padding=1), init_fn, "conv"),
+                nn.MaxPool2d(3, 2, 1),
                 ResidualBlock(out_channels, init_fn),
                 ResidualBlock(out_channels, init_fn),
             ]
             channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
-        layers += [
-            nn.ReLU(),
-            nn.Flatten(),
-            init_layer(nn.Linear(channels * height * width, feature_dim), init_fn, "dense"),
-            nn.ReLU(),
-        ]
-        self.layers = nn.Sequential(*layers)
+        dense = init_layer(nn.Linear(channels * height * width, feature_dim), init_fn, "dense")
+        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), dense, nn.ReLU())
 
     def forward(self, frames: Tensor) -> Tensor:
-        bf16 = torch.is_autocast_enabled(frames.device.type)  # where 0 to 255 are exact, so that both ways agree
+        bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
         return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
 
-class MLP(nn.Module):
-    """Vectors float32 [B, size] -> features [B, feature_dim]."""
-
-    def __init__(self, size: int, hidden_dim: int, feature_dim: int, init_fn: str):
-        super().__init__()
-        self.layers = nn.Sequential(
-            init_layer(nn.Linear(size, hidden_dim), init_fn, "dense"),
-            nn.Tanh(),
-            init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense"),
-            nn.Tanh(),
-        )
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        return self.layers(vectors)
-
-
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
-    """The network from observations [B, *space.shape] to features [B, feature_dim]."""
+    """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
     if len(space.shape) == 3:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
-    return MLP(space.shape[0], hidden_dim, feature_dim, init_fn)
+    hidden = init_layer(nn.Linear(space.shape[0], hidden_dim), init_fn, "dense")
+    output = init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense")
+    return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
 
 
 class PolicyHead(nn.Module):
     """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
 
-    P is the number of actions of a `Discrete` space, the number of bits of a `MultiBinary`, and for a `Box` twice its
-    size: the means, and the logarithms of standard deviations that do not depend on the observation.
+    P is the number of actions of a `Discrete` space and the number of bits of a `MultiBinary`. For a `Box` it is twice
+    its size: the means, and the logarithms of standard deviations that do not depend on the observation.
     """
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
@@ -309,9 +229,7 @@ class PolicyHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         output = self.linear(features)
-        if self.log_std is None:
-            return output
-        return torch.cat([output, self.log_std.expand_as(output)], dim=-1)
+        return output if self.log_std is None else torch.cat([output, self.log_std.expand_as(output)], dim=-1)
 
 
 def action_dist(space: gym.Space, params: Tensor) -> Distribution:
@@ -336,7 +254,7 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # without a cache of cast weights, which threads would share
+        # The threads of actors and learner would share autocast's cache of cast weights.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -357,8 +275,7 @@ class Agent(nn.Module):
         """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""
         features = self.encode(self.encoder, obs)
         dist = action_dist(self.action_space, self.policy_head(features))
-        if action is None:
-            action = dist.sample()
+        action = dist.sample() if action is None else action
         return action, dist.log_prob(action), dist.entropy(), self.value_head(features).squeeze(-1)
 
 
@@ -372,7 +289,7 @@ class Rollout(NamedTuple):
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
     logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
     values: Tensor  # [T, N] float32, V(obs[t]) of the agent that acted
-    rewards: Tensor  # [T, N] float32, scaled if --norm-reward
+    rewards: Tensor  # [T, N] float32, scaled with --norm-reward return
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
 
@@ -381,11 +298,10 @@ def new_rollout(
     num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
 ) -> Rollout:
     """An empty rollout on `device`."""
-    shape, flags = (num_steps, num_envs), "--num-envs or --num-steps"
-    frames = len(observation_space.shape) == 3
-    discrete = isinstance(action_space, gym.spaces.Discrete)
+    shape, discrete = (num_steps, num_envs), isinstance(action_space, gym.spaces.Discrete)
+    obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
     return Rollout(
-        empty(shape + observation_space.shape, torch.uint8 if frames else torch.float32, device, flags),
+        frame_store(shape + observation_space.shape, obs_dtype, device, flags="--num-envs or --num-steps"),
         torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
         *(torch.zeros(shape, device=device) for _ in range(5)),
     )
@@ -393,48 +309,36 @@ def new_rollout(
 
 @torch.no_grad()
 def collect(
-    agent: Agent,
-    envs: gym.vector.VectorEnv,
-    rollout: Rollout,
-    obs: Tensor,
-    step: int,
-    reward_normalizer: RewardNormalizer | None,
-    run: Run,
-    world: World = ALONE,
+    agent: Agent, envs: VectorEnv, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
 ) -> tuple[Tensor, int]:
-    """Fill `rollout`, starting from the observations `obs` [N, ...] that the environments gave after `step` steps.
+    """Fill `rollout` from the observations `obs` [N, ...] on, which the environments gave after `step` steps.
 
-    Returns the observations and the number of steps at its end. `run` is told of every episode that ends. Groups of
-    environments (`--num-env-groups`) take turns: each is stepped while the policy acts for the next.
+    Returns the observations and the number of steps at its end; tells `run` of every finished episode. With
+    `--num-env-groups`, one group of environments steps while the policy acts for the next.
     """
-    rewards, dones = np.zeros(rollout.rewards.shape, np.float32), np.zeros(rollout.dones.shape, np.float32)
+    num_steps, num_envs = rollout.rewards.shape
+    rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
     rollout.truncation_values.zero_()
     obs = obs.clone()
-
-    def play(group: gym.vector.VectorEnv, part: slice) -> Iterator[None]:
-        for t in range(len(rewards)):
-            rollout.obs[t, part] = obs[part]
-            action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
-            rollout.actions[t, part] = action
-            actions = action.cpu().numpy()
-            start_step(group, actions)
-            yield  # the next group's turn, if there is one
-            next_obs, rewards[t, part], terminations, truncations, infos = group.step(actions)
-            dones[t, part] = terminations | truncations
-            cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
-            if len(cut):
-                final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
-                rollout.truncation_values[t, part.start + cut] = agent.get_value(final_obs)
-            obs[part] = to_device(next_obs, obs.device)
-            run.episodes(step + (t + 1) * envs.num_envs * world.size, infos, part.start)
-
-    for _ in zip_longest(*(play(*group) for group in env_groups(envs))):  # in turn
-        pass
-    if reward_normalizer is not None:
-        rewards = reward_normalizer(rewards, dones)
-    rollout.rewards.copy_(torch.as_tensor(rewards))
+    for t in range(num_steps + 1):
+        for group, part in envs.groups:
+            if t > 0:  # finish step t - 1
+                next_obs, rewards[t - 1, part], terminations, truncations, infos = group.step_wait()
+                dones[t - 1, part] = terminations | truncations
+                cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
+                if len(cut):
+                    final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
+                    rollout.truncation_values[t - 1, part.start + cut] = agent.get_value(final_obs)
+                obs[part] = to_device(next_obs, obs.device)
+                run.episodes(step + t * num_envs * run.world_size, infos, part.start)
+            if t < num_steps:  # begin step t
+                rollout.obs[t, part] = obs[part]
+                action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
+                rollout.actions[t, part] = action
+                group.step_async(action.cpu().numpy())
+    rollout.rewards.copy_(torch.as_tensor(normalizer(rewards, dones)))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step + rewards.size * world.size
+    return obs, step + num_steps * num_envs * run.world_size
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -446,7 +350,7 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     delta_t = r_t + gamma V(s_(t+1)) - V(s_t);  A_t = delta_t + gamma lambda (1 - done_t) A_(t+1)
 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
-    ended by itself. `last_value` [N] is that of the observations which follow the rollout.
+    ended by itself. `last_value` [N] is the value of the observations after the rollout.
     """
     advantages = torch.zeros_like(rollout.rewards)
     advantage, next_value = torch.zeros_like(last_value), last_value
@@ -459,7 +363,8 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     return advantages
 
 
-def normalize_advantages(advantages: Tensor, world: World = ALONE) -> Tensor:
+def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
+    """Advantages [...] with mean 0 and standard deviation 1 over all ranks."""
     std, mean = world.std_mean(advantages)
     return (advantages - mean) / (std + 1e-8)
 
@@ -476,6 +381,7 @@ def policy_loss(
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
     with torch.no_grad():
         metrics = {
+            "losses/policy_loss": loss,
             "losses/old_approx_kl": -logratio.mean(),
             "losses/approx_kl": (ratio - 1 - logratio).mean(),
             "losses/clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
@@ -487,8 +393,8 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, the worse of the errors of the value and of the value clipped to that distance from the old one
-    (as in OpenAI's baselines).
+    With `clip_coef_vf`, the larger of two errors: the value's, and that of the value clipped to this distance from the
+    old one (as in OpenAI's baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
@@ -502,64 +408,40 @@ def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
     return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
 
 
-def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each tag over the minibatches that have it, still on the device."""
-    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
-    return {tag: torch.stack([m[tag] for m in history if tag in m]).mean() for tag in tags}
-
-
-def sum_metrics(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of each tag over the pieces of a minibatch, still on the device."""
-    return {tag: sum(piece[tag] for piece in pieces) for tag in pieces[0]}
-
-
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
 def update(
-    agent: Agent,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    advantages: Tensor,
-    returns: Tensor,
-    args: Args,
-    world: World = ALONE,
+    agent: Agent, optimizer: Optimizer, rollout: Rollout, advantages: Tensor, returns: Tensor, args: Args, world: World
 ) -> dict[str, Tensor]:
-    """Train on a rollout: `update_epochs` passes in random minibatches. Returns the means of the metrics.
+    """Train on a rollout and its advantages and value targets [T, N], in random minibatches. Returns mean metrics."""
 
-    advantages, returns: [T, N], what the policy learns from and what the values are to be.
-    """
+    def loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
+        _, logprobs, entropy, values = agent.get_action_and_value(obs, actions)
+        pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef)
+        v_loss, entropy = value_loss(values, old_values, returns, args.clip_coef_vf), entropy.mean()
+        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+        return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
+
     if args.norm_adv == "batch":
         advantages = normalize_advantages(advantages, world)
-
     history = []
     for _ in range(args.update_epochs):
-        for batch in torch.randperm(args.batch_size, device=advantages.device).chunk(args.num_minibatches):
-            *minibatch, batch_advantages = (
-                x.flatten(0, 1).index_select(0, batch)  # of frames six times as fast as [batch]
+        for batch in torch.randperm(args.iteration_steps, device=advantages.device).chunk(args.num_minibatches):
+            minibatch = [
+                x.flatten(0, 1).index_select(0, batch)  # six times as fast as [batch] for frames
                 for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-            )
+            ]
             if args.norm_adv == "minibatch":
-                batch_advantages = normalize_advantages(batch_advantages, world)
+                minibatch[-1] = normalize_advantages(minibatch[-1], world)
             optimizer.zero_grad()
-            pieces = []
-            for piece in world.average_gradient(micro_batches([*minibatch, batch_advantages], args.micro_batch_size)):
-                obs, actions, logprobs, values, piece_returns, piece_advantages = piece
-                _, new_logprobs, entropy, new_values = agent.get_action_and_value(obs, actions)
-                pg_loss, metrics = policy_loss(new_logprobs, logprobs, piece_advantages, args.clip_coef)
-                v_loss = value_loss(new_values, values, piece_returns, args.clip_coef_vf)
-                entropy_loss = entropy.mean()
-                loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-                share = len(obs) / len(batch)
-                (loss * share).backward()
-                losses = {"losses/policy_loss": pg_loss, "losses/entropy": entropy_loss, "losses/value_loss": v_loss}
-                pieces.append({tag: value.detach() * share for tag, value in (losses | metrics).items()})
-            grad_norm = clip_gradient(agent, args.max_grad_norm)
+            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # in pieces, averaged over the ranks
+            metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
-            history.append(sum_metrics(pieces) | {"losses/grad_norm": grad_norm})
-        if args.target_kl is not None and world.mean(history[-1])["losses/approx_kl"] > args.target_kl:
+            history.append(metrics)
+        if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
             break
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
@@ -572,59 +454,28 @@ def update(
 
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    # ---- set up
-    args.validate()
-    check_run(args)
-    script = Path(__file__).name
-    world = join(args.device)  # with other ranks, where torchrun has started this process
-    args = world.own(replace(args, precision=resolve_precision(args.precision, args.device)))
-    resumed = find_run(args, script, world)
-    seed = world.seed(args.seed, resumed)
-    device = setup_device(
-        args.device, seed=seed, torch_deterministic=args.torch_deterministic, accelerate=args.accelerate
-    )
-    envs = make_envs(
-        args.env_id,
-        args.num_envs,
-        seed=seed,
-        distribution_mode=args.distribution_mode,
-        num_levels=args.num_levels,
-        start_level=args.start_level,
-        num_threads=args.num_threads,
-        capture_video=args.capture_video,
-        num_groups=args.num_env_groups,
-    )
-    observation_space, action_space = envs.single_observation_space, envs.single_action_space
-    agent = Agent(observation_space, action_space, args).to(device)
-    compile_encoders(agent, args.accelerate)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
-    reward_normalizer = None
-    if args.norm_reward:
+    with Session(args, __file__) as session:  # checks, ranks, the run to resume, seed, device
+        # ---- set up
+        args, world, device = session.args, session.world, session.device
+        envs = session.make_envs()
+        observation_space, action_space = envs.single_observation_space, envs.single_action_space
+        agent = Agent(observation_space, action_space, args).to(device)
+        accelerate(agent, args.accelerate)
+        optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
-        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, moments=world.moments)
-    intrinsic = make_intrinsic(args, observation_space, action_space, args.update_epochs, world, device)
-    iteration_steps = args.batch_size * world.size
-    total_steps = world.total_steps(args.total_timesteps, iteration_steps, resumed)
-    rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
-    evaluate = Evaluator(args, agent, device, iteration_steps, total_steps, world)
-    if args.init_from and not (resumed and resumed.checkpoint):
-        load_weights(agent, args.init_from, args.init_heads)
-    run = world.open_run(args, script=script, agent=agent, device=device, total_steps=total_steps, resumed=resumed)
-    if args.capture_video:
-        envs = RecordFirstEnv(envs, run.path / "videos")
+        reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
+        intrinsic = session.make_intrinsic(envs, epochs=args.update_epochs)
+        rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
+        parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
+        run = session.open_run(agent, **parts)
+        step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
 
-    step, obs = run.step, torch.as_tensor(envs.reset(seed=seed)[0]).to(rollout.obs)
-    parts = {"agent": agent, "optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic}
-    with Checkpoints(run, resumed, world=world, **parts) as checkpoints:
-        world.share(agent)
-        if checkpoints.loop:
-            obs = load_env_states(envs, checkpoints.loop["envs"]).to(rollout.obs)
-        while step < total_steps:
-            learning_rate = args.learning_rate * (1 - step / total_steps) if args.anneal_lr else args.learning_rate
+        while step < run.total_steps:
+            learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate
 
             # ---- collect
-            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run, world)
+            obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
 
             # ---- learn
             with torch.no_grad():
@@ -637,15 +488,10 @@ def main(args: Args) -> Path:
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())
-            evaluate(step, run)
-            checkpoints.save(step, envs=env_states(envs, obs))
-
-    envs.close()
-    evaluate.close()
-    world.leave()
+            session.evaluate(step)
+            session.save(step)
     return run.path
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(tyro.cli(Args, default=saved_args(Args)))
+    run_script(main, Args)

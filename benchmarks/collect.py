@@ -19,9 +19,10 @@ from typing import Any
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import MAY_CHANGE
-from common.errors import InputError, one_line_errors, require
-from common.run import read_json
+from common.errors import InputError
+from common.files import read_json
+from common.resume import MAY_CHANGE
+from common.signals import one_line_errors
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -56,14 +57,16 @@ def read(path: Path) -> str:
         text = path.read_text()
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error})") from error
-    require(len(text.splitlines()) > 1, f"{path} has no rows")
+    if len(text.splitlines()) < 2:
+        raise InputError(f"{path} has no rows")
     return text
 
 
 def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Settings, origin and curve of a run. Raises InputError for one that has not ended."""
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
-    require(bool(args and meta), f"{run_dir} is no run folder: there is no readable args.json and meta.json.")
+    if not (args and meta):
+        raise InputError(f"{run_dir} is no run folder: there is no readable args.json and meta.json.")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     curve = read(run_dir / "progress.csv")
     steps, seconds = curve.splitlines()[-1].split(",")[:2]
@@ -105,6 +108,7 @@ class Args:
 if __name__ == "__main__":
     with one_line_errors():
         run_dirs = tyro.cli(Args).run_dirs
-        require(bool(run_dirs), "no run folder is named: name those of the runs to collect.")
+        if not run_dirs:
+            raise InputError("no run folder is named: name those of the runs to collect.")
         for run_dir in run_dirs:
             print(collect(run_dir))

@@ -22,8 +22,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.errors import InputError, one_line_errors, require
+from common.errors import InputError
 from common.run import CSV_COLUMNS
+from common.settings import Positive, check_limits
+from common.signals import one_line_errors
 
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 LAST_100, COUNT = "charts/last_100_return", "charts/episodes"  # with COUNT, EPISODE is the mean of so many episodes
@@ -36,7 +38,7 @@ class Args:
     """a folder with TensorBoard's files or one of these, or a CSV"""
     target: tyro.conf.Positional[Path]
     """a CSV, or a folder for a file of TensorBoard's"""
-    every: int = 16_384
+    every: Positive[int] = 16_384
     """environment steps of a row of the CSV"""
 
 
@@ -86,7 +88,8 @@ def to_events(source: Path, target: Path) -> None:
             rows = [[float(row[name]) for name in COLUMNS] for row in csv.DictReader(file)]
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         rows = []
-    require(bool(rows), f"{source} is no CSV of a learning curve.")
+    if not rows:
+        raise InputError(f"{source} is no CSV of a learning curve.")
     with SummaryWriter(str(target)) as writer:
         start = time.time()
         for step, seconds, episodes, *returns in rows:
@@ -96,14 +99,17 @@ def to_events(source: Path, target: Path) -> None:
 
 
 def main(args: Args) -> None:
-    require(args.every > 0, f"--every {args.every} cannot work: use a number above 0.")
-    require(args.source.exists(), f"there is no {args.source}.")
+    check_limits(args)
+    if not args.source.exists():
+        raise InputError(f"there is no {args.source}.")
     from_csv = args.source.suffix == ".csv"
     there = any(args.target.glob("events.out.tfevents*")) if from_csv and args.target.is_dir() else args.target.exists()
-    require(not there, f"{args.target} is there: remove it first, or choose another name.")
-    require(args.target.parent.is_dir(), f"{args.target} cannot be written: there is no {args.target.parent}.")
-    folder = not from_csv or args.target.suffix != ".csv"
-    require(folder, f"{args.target} cannot be a CSV, too: name a folder for TensorBoard's event files.")
+    if there:
+        raise InputError(f"{args.target} is there: remove it first, or choose another name.")
+    if not args.target.parent.is_dir():
+        raise InputError(f"{args.target} cannot be written: there is no {args.target.parent}.")
+    if from_csv and args.target.suffix == ".csv":
+        raise InputError(f"{args.target} cannot be a CSV, too: name a folder for TensorBoard's event files.")
     if from_csv:
         to_events(args.source, args.target)
         return

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.errors import require
+from common.errors import InputError
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -45,7 +45,8 @@ def read_columns(
         values = [[kind(row[name]) for row in rows] for name, kind in columns.items()]
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         rows = []
-    require(bool(rows), f"{path} is no CSV of {what}: copy it from its run again.")
+    if not rows:
+        raise InputError(f"{path} is no CSV of {what}: copy it from its run again.")
     return values
 
 

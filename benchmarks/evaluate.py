@@ -23,11 +23,14 @@ from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import load_agent
 from common.device import setup_device
-from common.envs import make_envs, open_video
-from common.errors import one_line_errors, require
+from common.envs import make_envs
+from common.errors import InputError
 from common.evaluation import HeldOut, evaluation_seed, play, share_episodes, summaries
+from common.load import load_agent
+from common.settings import Positive, check_limits
+from common.signals import one_line_errors
+from common.video import open_video
 
 LAST_LEVEL = 2**31 - 1
 
@@ -36,9 +39,9 @@ LAST_LEVEL = 2**31 - 1
 class Args:
     run_dir: tyro.conf.Positional[Path]
     """folder of the run"""
-    episodes: int = 500
+    episodes: Positive[int] = 500
     """episodes in all; rounded up to as many for each environment"""
-    num_envs: int = 50
+    num_envs: Positive[int] = 50
     """environments side by side"""
     levels: Literal["all", "unseen", "train"] = "all"
     """Procgen levels: all there are; or of a run with --num-levels, those that it was not trained on, or was"""
@@ -50,11 +53,11 @@ class Args:
     """seed of level draws and actions"""
     video: Path | None = None
     """write a video of the first environments to this file (.mp4 needs the package av; or .gif)"""
-    video_grid: tuple[int, int] = (3, 2)
+    video_grid: tuple[Positive[int], Positive[int]] = (3, 2)
     """columns and rows of the video: environments that it shows"""
-    video_seconds: float = 20.0
+    video_seconds: Positive[float] = 20.0
     """length of the video, at most"""
-    video_size: int = 512
+    video_size: Positive[int] = 512
     """pixels of an environment in the video: Procgen draws 512"""
 
 
@@ -63,8 +66,9 @@ def level_range(args: Any, levels: str) -> dict[str, int]:
 
     Raises InputError where there are no unseen levels.
     """
-    none = f"--levels {levels}: this run has been trained on all levels, so that none is unseen: use --levels all."
-    require(levels != "unseen" or args.num_levels > 0, none)
+    if levels == "unseen" and not args.num_levels:
+        reason = "this run has been trained on all levels, so that none is unseen"
+        raise InputError(f"--levels {levels}: {reason}: use --levels all.")
     if levels == "train":
         return {"num_levels": args.num_levels, "start_level": args.start_level}
     if levels == "unseen":
@@ -107,20 +111,19 @@ class Video:
 
 def check(args: Args) -> None:
     """Raise InputError for settings that cannot work."""
-    require(args.episodes > 0, f"--episodes {args.episodes} cannot work: use a number above 0.")
-    require(args.num_envs > 0, f"--num-envs {args.num_envs} cannot work: use a number above 0.")
+    check_limits(args)
     if args.video is None:
         return
-    known = args.video.suffix in (".mp4", ".gif")
-    require(known, f"--video {args.video} cannot be written: use a name that ends in .mp4 or .gif.")
-    even = not any(count * args.video_size % 2 for count in args.video_grid)  # H.264 stores colours at half the size
-    fits = even or args.video.suffix == ".gif"
-    require(fits, f"--video-size {args.video_size} cannot work for {args.video}: use an even number.")
-    av = args.video.suffix == ".gif" or importlib.util.find_spec("av") is not None
-    require(av, f"--video {args.video} needs a video encoder: pip install av, or use a name that ends in .gif.")
-    require(args.video.parent.is_dir(), f"--video {args.video} cannot be written: there is no {args.video.parent}.")
-    for name in ("video_seconds", "video_size"):
-        require(getattr(args, name) > 0, f"--{name.replace('_', '-')} cannot work: use a number above 0.")
+    if args.video.suffix not in (".mp4", ".gif"):
+        raise InputError(f"--video {args.video} cannot be written: use a name that ends in .mp4 or .gif.")
+    if args.video.suffix == ".mp4":
+        if any(count * args.video_size % 2 for count in args.video_grid):  # H.264 stores colours at half the size
+            raise InputError(f"--video-size {args.video_size} cannot work for {args.video}: use an even number.")
+        if importlib.util.find_spec("av") is None:
+            reason = "needs a video encoder: pip install av, or use a name that ends in .gif"
+            raise InputError(f"--video {args.video} {reason}.")
+    if not args.video.parent.is_dir():
+        raise InputError(f"--video {args.video} cannot be written: there is no {args.video.parent}.")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -131,8 +134,9 @@ def main(args: Args) -> dict[str, float]:
     games = settings.env_id.split(",")
     num_envs, quota = share_episodes(args.episodes, args.num_envs, games)
     columns, rows = args.video_grid
-    few = f"--video-grid needs {columns * rows} environments, not {num_envs}: raise --num-envs (and --episodes)."
-    require(args.video is None or 0 < columns * rows <= num_envs, few)
+    if args.video is not None and columns * rows > num_envs:
+        needs = f"{columns * rows} environments, not {num_envs}"
+        raise InputError(f"--video-grid needs {needs}: raise --num-envs (and --episodes).")
     seed = evaluation_seed(args.seed)
     envs = make_envs(
         settings.env_id,

@@ -27,7 +27,8 @@ from collect import RESULTS, finished_run, write_curve
 from curves import Curve, read, score
 from readme import markdown
 
-from common.errors import one_line_errors, require
+from common.errors import InputError
+from common.signals import one_line_errors
 
 ROOT = Path(__file__).parent.parent
 FOLDER = RESULTS / "exploration"
@@ -127,7 +128,8 @@ def main(args: Args) -> None:
     curves = {}
     for variant in VARIANTS:
         paths = [curve_path(variant, seed) for seed in range(1, args.seeds + 1)]
-        require(all(path.exists() for path in paths), f"not all seeds of {variant} are there: add --run to make them.")
+        if not all(path.exists() for path in paths):
+            raise InputError(f"not all seeds of {variant} are there: add --run to make them.")
         curves[variant] = [read(path) for path in paths]
     text = table(curves)
     (FOLDER / "exploration.md").write_text(text)

@@ -18,9 +18,10 @@ import tyro
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import load_agent
 from common.envs import make_envs
-from common.errors import TrainingError, one_line_errors, require
+from common.errors import InputError, TrainingError
+from common.load import load_agent
+from common.signals import one_line_errors
 
 TOLERANCE = 1e-4  # of logits: PyTorch's kernels and ours add up in another order
 
@@ -80,7 +81,8 @@ def export(run_dir: Path, out: Path) -> torch.jit.ScriptModule:
 
 
 def main(args: Args) -> None:
-    require(args.out.parent.is_dir(), f"--out {args.out}: there is no folder {args.out.parent}.")
+    if not args.out.parent.is_dir():
+        raise InputError(f"--out {args.out}: there is no folder {args.out.parent}.")
     export(args.run_dir, args.out)
     print(f"{args.out} gives the same as the agent of {args.run_dir} (within {TOLERANCE}, float32).")
 

@@ -13,7 +13,8 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.envs import PROCGEN_GAMES, make_envs
+from common.envs import make_envs
+from common.procgen_env import PROCGEN_GAMES
 
 
 @dataclass

@@ -38,10 +38,11 @@ import readme
 import scaling
 import throughput
 
-from common.envs import PROCGEN_MODES
-from common.errors import one_line_errors, require
-from common.run import read_json
+from common.errors import InputError
+from common.files import read_json
+from common.procgen_env import PROCGEN_MODES
 from common.scores import RETURN_RANGES, normalized
+from common.signals import one_line_errors
 
 ROOT = Path(__file__).parent.parent
 MARKS = {"0.5M": 500_000, "1M": 1_000_000, "2M": 2_000_000, "5M": 5_000_000, "25M": 25_000_000}
@@ -287,10 +288,8 @@ def commands(protocol: Protocol) -> list[str]:
     found = {}
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
         meta = read_json(path)
-        require(
-            meta.keys() >= {"command", "commit", "dirty"},
-            f"{path} does not say how its curve was made: collect it again.",
-        )
+        if not meta.keys() >= {"command", "commit", "dirty"}:
+            raise InputError(f"{path} does not say how its curve was made: collect it again.")
         found.setdefault(path.parent, {})[seed_of(path)] = meta
     lines = []
     for folder, metas in found.items():
@@ -450,9 +449,10 @@ def report(protocol: Protocol, relative_to: Path) -> str:
 def main(args: Args) -> None:
     """Make all tables and figures. Raises InputError before any is made."""
     protocols = read_protocols(args.results)
-    require(bool(protocols), f"no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
-    there = args.readme is None or args.readme.is_file()
-    require(there, f"--readme {args.readme} is not there: name a file with the lines of README.md's tables, or None.")
+    if not protocols:
+        raise InputError(f"no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
+    if args.readme is not None and not args.readme.is_file():
+        raise InputError(f"--readme {args.readme} is not there: name a file with README.md's tables, or None.")
     texts = []
     for protocol in protocols:
         texts.append(report(protocol, ROOT))

@@ -37,12 +37,16 @@ from rich.live import Live
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.checkpoint import runs_of
 from common.device import resolve_device
-from common.envs import PROCGEN_GAMES, check_envs, unknown_env
-from common.errors import InputError, check_settings, one_line_errors, require
+from common.envs import check_envs, unknown_env
+from common.errors import InputError
 from common.evaluation import held_out_settings
-from common.run import check_run, lock_folder
+from common.files import check_writable, lock_folder
+from common.intrinsic import check as check_intrinsic
+from common.procgen_env import PROCGEN_GAMES
+from common.resume import runs_of
+from common.settings import NotNegative, Positive, check_limits, flag, parse
+from common.signals import one_line_errors
 
 ROOT = Path(__file__).parent.parent
 # Of the Procgen paper: how hard, how many levels to train on, and for how long. With a limited number, runs are also
@@ -71,11 +75,11 @@ class Args:
     """scripts to run"""
     env_ids: tuple[str, ...] = ("starpilot",)
     """Procgen games, or other tasks"""
-    seeds: int = 3
+    seeds: Positive[int] = 3
     """runs of each algorithm on each game: seeds 1, 2, ..."""
     protocol: Literal["easy-all", "easy-200", "hard-all", "hard-500"] = "easy-all"
     """difficulty, number of levels to train on, and length of a run"""
-    total_timesteps: int | None = None
+    total_timesteps: Positive[int] | None = None
     """environment steps of a run; None for the protocol's (25M easy, 200M hard)"""
     extra: tyro.conf.Suppress[tuple[str, ...]] = ()
     """further flags of the scripts: what follows `--` on the command line"""
@@ -89,23 +93,23 @@ class Args:
     # ---- here
     devices: tuple[str, ...] = ("auto",)
     """where runs go: cpu, cuda:0, cuda:1, ...; auto for all GPUs, or else the CPU"""
-    runs_per_device: int | None = None
+    runs_per_device: Positive[int] | None = None
     """runs at a time; None for 1 on a GPU, and on the CPU for as many as have --threads each"""
-    threads: int = 1
+    threads: Positive[int] = 1
     """PyTorch's threads of a run on the CPU: two runs with one each make more steps than one with two"""
-    attempts: int = 2
+    attempts: Positive[int] = 2
     """how often a run that fails is started in all"""
 
     # ---- on Slurm
     slurm_partition: str | None = None
     """partition; None for the cluster's default"""
-    slurm_gpus: int = 1
+    slurm_gpus: NotNegative[int] = 1
     """GPUs of a run"""
-    slurm_cpus: int = 8
+    slurm_cpus: Positive[int] = 8
     """CPUs of a run"""
-    slurm_minutes: int = 240
+    slurm_minutes: Positive[int] = 240
     """time limit of a job; a run that needs more is queued again"""
-    slurm_at_a_time: int = 16
+    slurm_at_a_time: Positive[int] = 16
     """runs at a time"""
 
 
@@ -142,38 +146,35 @@ def make_jobs(args: Args) -> list[Job]:
 
     Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message.
     """
-    check_settings(
-        args,
-        positive="seeds total_timesteps runs_per_device threads attempts slurm_cpus slurm_minutes slurm_at_a_time",
-        not_negative="slurm_gpus",
-        fractions="",
-    )
+    check_limits(args)
     for name in ("algorithms", "env_ids"):
-        require(getattr(args, name), f"--{name.replace('_', '-')} is empty: name one at least.")
-        twice = [value for value, count in Counter(getattr(args, name)).items() if count > 1]
-        require(not twice, f"--{name.replace('_', '-')} has {twice and twice[0]} more than once: leave one out.")
-    own = [word for word in args.extra if word.partition("=")[0].replace("_", "-") in OWN_FLAGS]
-    require(not own, f"{own and own[0]} cannot come after --: it is for this script to give to each run.")
+        if not getattr(args, name):
+            raise InputError(f"{flag(name)} is empty: name one at least.")
+        for value, count in Counter(getattr(args, name)).items():
+            if count > 1:
+                raise InputError(f"{flag(name)} has {value} more than once: leave one out.")
+    for word in args.extra:
+        if word.partition("=")[0].replace("_", "-") in OWN_FLAGS:
+            raise InputError(f"{word} cannot come after --: it is for this script to give to each run.")
     for launcher, names in LAUNCHER_FLAGS.items():
         given = [name for name in names if getattr(args, name) != getattr(Args, name)]
-        fits = launcher == args.launcher or not given
-        require(fits, f"--{given and given[0].replace('_', '-')} is for --launcher {launcher}: leave it out.")
+        if given and launcher != args.launcher:
+            raise InputError(f"{flag(given[0])} is for --launcher {launcher}: leave it out.")
     for env_id in args.env_ids:
         check_env_id(env_id)
+    check_writable(args)
     protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
+    common = [word for name, value in protocol.items() for word in (flag(name), str(value))] + [*args.extra]
+    defaults = {algorithm: importlib.import_module(algorithm).Args() for algorithm in args.algorithms}
+    parsed = {name: parse(type(default), default, words=common) for name, default in defaults.items()}
     jobs = []
     for seed in range(1, args.seeds + 1):
         for env_id in args.env_ids:
             for algorithm in args.algorithms:
-                words = ["--env-id", env_id, "--seed", str(seed)]
-                for name, value in protocol.items():
-                    words += ["--" + name.replace("_", "-"), str(value)]
-                words += args.extra
-                settings = tyro.cli(importlib.import_module(algorithm).Args, args=words)
+                settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
                 settings.validate()
-                check_run(replace(settings, runs_dir=args.runs_dir))
-                check_levels(settings)
-                jobs.append(Job(algorithm, words, settings))
+                check_tasks(settings)
+                jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
     return jobs
 
 
@@ -187,13 +188,16 @@ def check_env_id(env_id: str) -> None:
         raise InputError(str(unknown_env(env_id)).replace("--env-id", "--env-ids")) from None
 
 
-def check_levels(settings: Any) -> None:
-    """Raise InputError for levels to train or to be evaluated on, or numbers of environments, that cannot be."""
+def check_tasks(settings: Any) -> None:
+    """Raise InputError for levels to train or to be evaluated on, numbers of environments, or intrinsic rewards that
+    cannot be."""
     num_groups = getattr(settings, "num_env_groups", 1)
     names = ("env_id", "num_envs", "seed", "distribution_mode", "num_levels", "start_level", "num_threads")
     check_envs(*(getattr(settings, name) for name in names), num_groups)
     if settings.eval_interval:
         held_out_settings(settings, settings.num_envs)
+    if hasattr(settings, "intrinsic_reward"):
+        check_intrinsic(settings)
 
 
 def look(job: Job, runs_dir: str) -> None:

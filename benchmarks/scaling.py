@@ -22,6 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from typing import Literal
 
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -31,23 +32,25 @@ from readme import fill, markdown, read_measurement
 from throughput import shorten, spread
 
 from common.device import resolve_device
-from common.errors import one_line_errors, require
-from common.run import command, provenance
+from common.errors import InputError
+from common.provenance import command, provenance
+from common.settings import Positive, check_limits
+from common.signals import one_line_errors
 
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass
 class Args:
-    algorithms: tuple[str, ...] = ("ppo", "ppg", "impala")
+    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ("ppo", "ppg", "impala")
     """scripts to measure"""
-    ranks: tuple[int, ...] = (1, 2)
+    ranks: tuple[Positive[int], ...] = (1, 2)
     """numbers of ranks, on this machine; the first is what the others are compared with"""
     env_id: str = "starpilot"
     """a Procgen game"""
     device: str = "auto"
     """auto, cpu or cuda"""
-    repeats: int = 3
+    repeats: Positive[int] = 3
     """measurements of each, in turn"""
     num_steps: int = 32
     """steps of each environment in an iteration"""
@@ -78,7 +81,8 @@ def measure(args: Args, algorithm: str, ranks: int) -> dict[str, float]:
         settings.runs_dir = folder
         words = shlex.split(command(settings, f"{algorithm}.py", launcher))
         result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-        require(result.returncode == 0, f"{shlex.join(words)} has failed:\n{result.stderr}")
+        if result.returncode != 0:
+            raise InputError(f"{shlex.join(words)} has failed:\n{result.stderr}")
         (run_dir,) = Path(folder).iterdir()
         events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
         events.Reload()
@@ -106,9 +110,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
 
 
 def main(args: Args) -> None:
-    unknown = set(args.algorithms) - {"ppo", "ppg", "impala"}
-    require(not unknown, f"--algorithms {', '.join(unknown)} is not known: use ppo, ppg, impala.")
-    require(min(args.ranks) > 0 and args.repeats > 0, "--ranks and --repeats cannot be below 1.")
+    check_limits(args)
     device = resolve_device(args.device)
     path = args.out / ("cpu.csv" if device.type == "cpu" else "gpu.csv")
     if not args.from_csv:

@@ -33,8 +33,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
-from unittest import mock
 
 import tyro
 
@@ -44,6 +44,7 @@ sys.path.insert(0, str(ROOT))
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 SWEEPS = {"num_envs": (16, 64, 256, 1024), "feature_dim": (256, 512, 1024), "threads": (1, 2, 4, 8, 16)}
 PHASES = ("act", "env", "learn", "aux")
+MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
 
 @dataclass
@@ -98,11 +99,10 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
 
 def make_plain(script: Any, args: Any, configuration: str) -> None:
     """Turn off what makes the script fast. Changes modules of this process."""
-    import common.convolution
     import common.device
 
     args.precision, args.micro_batch_size = "fp32", 2**30
-    common.convolution.build = lambda: None
+    script.accelerate = lambda agent, mode: None
     if configuration == "plain":
         common.device.keep_freed_memory = lambda: None
     if not configuration.endswith("permuted"):
@@ -151,7 +151,7 @@ def matmul_rate(device: Any, dtype: Any) -> float:
     import torch
 
     best, torch.backends.cuda.matmul.allow_tf32 = 0.0, True  # as convolutions do by default
-    for size in (2048, 4096) if device.type == "cpu" else (4096, 8192):
+    for size in MATMUL_SIZES[device.type]:
         a, b, product = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
         for _ in range(8):
             synchronize(device)
@@ -196,8 +196,8 @@ def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     frames = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
     counts = []
     for backward in (False, True):
-        pytorch_only = mock.patch("common.convolution.kernels", return_value=None)  # the counter does not know ours
-        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward), pytorch_only:
+        # not accelerated: the counter does not know our kernels
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
             features = agent.encode(agent.encoder, frames)
             outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
             if backward:
@@ -232,6 +232,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one script in one configuration; return what it took, per step. For a process of its own."""
     import torch
 
+    from common import session
     from common.run import Run
 
     if job["sweep"] == "threads":
@@ -240,11 +241,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
     clocks, marks, log = Clocks(device), [], Run.log
     warm_up = getattr(args, "n_pi", 1)  # iterations
-    make_envs = script.make_envs
+    make_envs = session.make_envs
 
     def make_timed_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
-        envs.step = clocks.around("env", envs.step)
+        envs.step, envs.step_async = (clocks.around("env", each) for each in (envs.step, envs.step_async))
         return envs
 
     def marked_log(run, step, *args, **kwargs):  # the end of an iteration
@@ -254,7 +255,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         if len(marks) == warm_up:
             clocks.reset()
 
-    script.make_envs, Run.log = make_timed_envs, marked_log
+    session.make_envs, Run.log = make_timed_envs, marked_log
     script.update = clocks.around("learn", script.update)
     if job["algorithm"] == "impala":
         args.log_interval = args.batch_size * args.num_steps
@@ -306,15 +307,16 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     if job["algorithm"] == "ppg":
         args.total_timesteps *= args.n_pi
         args.e_aux = 1
-        update, phase, results = script.update, script.auxiliary_phase, []
+        update, auxiliary_phase, results = script.update, script.auxiliary_phase, []
 
         def some_updates(*arguments):
             some = len(results) in (0, args.n_pi - 1)
             results.append(update(*arguments) if some else dict(results[0]))
             return results[-1]
 
-        def short_phase(agent, optimizer, obs, returns, *rest):
-            return phase(agent, optimizer, obs[:1], returns[:1], *rest)
+        def short_phase(agent, optimizer, phase, *rest):
+            first = SimpleNamespace(obs=phase.obs[:1], returns=phase.returns[:1])
+            return auxiliary_phase(agent, optimizer, first, *rest)
 
         script.update, script.auxiliary_phase = some_updates, short_phase
     with tempfile.TemporaryDirectory() as folder:
@@ -488,7 +490,9 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    from common.errors import require
+    from common.device import resolve_device
+    from common.errors import InputError
+    from common.provenance import provenance
 
     for flag, given, known in (
         ("algorithms", args.algorithms, ("ppo", "ppg", "impala")),
@@ -496,9 +500,8 @@ def main(args: Args) -> None:
         ("sweeps", args.sweeps, SWEEPS),
     ):
         unknown = sorted(set(given) - set(known))
-        require(not unknown, f"--{flag} {unknown and unknown[0]} is not known: use {', '.join(known)}.")
-    from common.device import resolve_device
-    from common.run import provenance
+        if unknown:
+            raise InputError(f"--{flag} {unknown[0]} is not known: use {', '.join(known)}.")
 
     device = resolve_device(args.device)
     name = "cpu" if device.type == "cpu" else "gpu"
@@ -521,7 +524,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    from common.errors import one_line_errors
+    from common.signals import one_line_errors
 
     with one_line_errors():
         main(tyro.cli(Args))

@@ -6,26 +6,36 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from common.errors import TrainingError
 
 T = TypeVar("T")
 
 
-def in_turn(actor: Iterator[T], batch_size: int) -> Iterator[list[T]]:
-    """Batches of what an actor gives, which acts when it is asked to: no threads, and the same in every run."""
-    while True:
-        yield [next(actor) for _ in range(batch_size)]
+class InTurn(Generic[T]):
+    """Batches of what an actor yields, which acts when it is asked to: no threads, and the same in every run."""
+
+    def __init__(self, actor: Iterator[T], batch_size: int):
+        self.actor, self.batch_size = actor, batch_size
+
+    def __next__(self) -> list[T]:
+        return [next(self.actor) for _ in range(self.batch_size)]
+
+    def pop_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> bool:
+        return False  # no thread hangs
 
 
-class ActorThreads:
+class ActorThreads(Generic[T]):
     """Run actors in threads of their own; `next` gives a batch of what they hand over through a bounded queue.
 
     Args:
-        actors: iterators without an end, but that they end soon after `stop` is set.
-        batch_size: how many of the things that they give make a batch.
-        queue_size: how many may wait in the queue; a thread that finds it full waits.
+        actors: endless iterators, which stop soon after `stop` is set.
+        batch_size: number of items in a batch.
+        queue_size: number of items that may wait in the queue; a thread that finds it full waits.
         stop: set by `close`.
     """
 
@@ -52,7 +62,7 @@ class ActorThreads:
                         self.queue.put(item, timeout=self.POLL_SECONDS)
                         handed_over = True
                     self.actor_waited[number] += time.monotonic() - start
-        except Exception as error:
+        except Exception as error:  # for `check`, which raises it in the learner's thread
             self.error = error
 
     def start(self) -> None:
@@ -62,9 +72,9 @@ class ActorThreads:
             thread.start()
 
     def check(self) -> None:
-        """Raise an actor's error, RuntimeError where one has stopped without, and TrainingError where one hangs."""
+        """Raise an actor's error, RuntimeError if an actor has stopped without one, or TrainingError if one hangs."""
         now = time.monotonic()
-        passed = min(now - self.checked, 10.0)  # the time that a stopped process (Ctrl-Z) slept is not the actors'
+        passed = min(now - self.checked, 10.0)  # an actor is not to blame while the process was stopped (Ctrl-Z)
         self.checked = now
         for number, thread in enumerate(self.threads):
             if not thread.is_alive():
@@ -91,7 +101,7 @@ class ActorThreads:
         self.actor_waited = [0.0] * len(self.threads)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Of the time since the last call: how full the queue was when the learner came for a batch, and the shares
+        """Since the last call: how full the queue was when the learner came for a batch, and the shares of the time
         that learner and actors waited for each other."""
         seconds = time.monotonic() - self.since
         metrics = {
@@ -103,7 +113,7 @@ class ActorThreads:
         return metrics
 
     def close(self) -> bool:
-        """Stop all threads and wait for them, a few seconds at most. Return whether one hangs in its environment,
+        """Stop all threads and wait for them, a few seconds at most. Return whether a thread hangs in its environment,
         which must not be closed then."""
         self.stop.set()
         deadline = time.monotonic() + self.CLOSE_SECONDS

@@ -1,4 +1,4 @@
-"""Device, seeds, number format and compiler of a run."""
+"""Device, seeds and number format of a run."""
 
 import os
 import random
@@ -20,10 +20,10 @@ def setup_device(
         device: "auto" (the first CUDA GPU, or else the CPU), "cpu", "cuda" or "cuda:N".
         seed: of all three generators; the environments take theirs from `make_envs`.
         torch_deterministic: let cuDNN use deterministic kernels only. The CPU's are deterministic anyway.
-        accelerate: the mode that `compile_encoders` will be given.
+        accelerate: the mode that `common.accelerate.accelerate` will get.
 
     Raises:
-        InputError: the name is none of the above, no such device is there, or it cannot do `accelerate`.
+        InputError: no such device exists, it cannot do `accelerate`, or the seed is out of range.
     """
     if not 0 <= seed < 2**32:
         raise InputError(f"--seed {seed} is out of range: use 0 to {2**32 - 1}.")
@@ -40,18 +40,16 @@ def setup_device(
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn the `--device` flag into a `torch.device`. Raises InputError where that device is not there.
+    """Turn the `--device` flag into a `torch.device`. Raises InputError where that device does not exist.
 
-    Of the processes that torchrun has started on this machine, `auto` and `cuda` give each a GPU of its own.
+    `auto` and `cuda` give each process that torchrun has started on this machine a GPU of its own.
     """
     count = torch.cuda.device_count()
     ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if device == "auto":
         device = "cuda" if count else "cpu"
     if ranks > 1 and device.startswith("cuda:"):
-        raise InputError(
-            f"--device {device} is one GPU for {ranks} ranks: use --device cuda, which gives each its own."
-        )
+        raise InputError(f"--device {device} is one GPU for {ranks} ranks: use --device cuda, one GPU for each.")
     if ranks and count and device == "cuda":
         if count < ranks:
             raise InputError(f"{ranks} ranks need a GPU each, and there are {count}: lower --nproc-per-node.")
@@ -68,8 +66,8 @@ def resolve_device(device: str) -> torch.device:
 def resolve_precision(precision: str, device: str) -> str:
     """Turn the `--precision` flag into "fp32" or "bf16": `auto` is bf16 where `--device` computes in it natively.
 
-    That is a CPU with AVX-512 BF16 or AMX (elsewhere PyTorch emulates bfloat16, which is slower than float32) and a GPU
-    of NVIDIA's compute capability 8.0 or later. Raises InputError as `resolve_device` does.
+    These are CPUs with AVX-512 BF16 or AMX (others emulate bfloat16, which is slower than float32) and GPUs of NVIDIA's
+    compute capability 8.0 or later. Raises InputError as `resolve_device` does.
     """
     if precision != "auto":
         return precision
@@ -80,23 +78,5 @@ def resolve_precision(precision: str, device: str) -> str:
 
 
 def cpu_has(instructions: str) -> bool:
-    """Whether this processor has `instructions`, by PyTorch's name for them. An older PyTorch has none to tell of."""
+    """Whether this processor has `instructions`, by PyTorch's name for them. Older versions of PyTorch cannot tell."""
     return hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get(instructions))
-
-
-def compile_encoders(agent: torch.nn.Module, mode: str) -> None:
-    """Compile the convolutional encoders of an agent in place: they are called as before.
-
-    Args:
-        mode: "eager" for nothing, "compile" for kernels made by torch.compile, "cudagraphs" for PyTorch's own kernels,
-            recorded and launched as a whole. Where compiling fails, PyTorch says so and runs the encoder as it is.
-    """
-    if mode == "eager":
-        return
-    import torch._dynamo  # takes seconds
-
-    torch._dynamo.config.suppress_errors = True
-    options = {"backend": "cudagraphs"} if mode == "cudagraphs" else {}
-    for name, module in agent.named_children():
-        if name.endswith("encoder") and any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules()):
-            module.compile(dynamic=False, **options)

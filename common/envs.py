@@ -1,36 +1,26 @@
-"""Procgen games and Gymnasium tasks behind one interface, and the reward normaliser.
+"""Procgen games and Gymnasium tasks behind one interface.
 
 `make_envs` returns a `gymnasium.vector.VectorEnv` in same-step autoreset mode: when `step` reports that an episode has
 ended, the observation it returns already belongs to the next one, and the reward to the action just taken.
 """
 
 import difflib
-from collections.abc import Callable
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
 
 from common.errors import InputError, TrainingError
+from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
+from common.video import RecordFirstEnv
 
-# fmt: off
-PROCGEN_GAMES = [
-    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
-    "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
-]
-# fmt: on
-# The C++ code aborts the whole process on any other pair of game and mode.
-PROCGEN_MODES = {
-    "easy": PROCGEN_GAMES,
-    "hard": PROCGEN_GAMES,
-    "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
-    "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
-    "exploration": ["caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"],
-}
+State = dict[str, Any]  # of one environment: tensors and plain values, or empty if it cannot be put back
 
 
 def make_envs(
@@ -44,208 +34,210 @@ def make_envs(
     num_threads: int = 4,
     capture_video: bool = False,
     num_groups: int = 1,
-) -> VectorEnv:
+) -> "Envs | EnvGroups":
     """Make `num_envs` copies of a Procgen game (or of several: "coinrun,maze") or of a Gymnasium task.
 
-    Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]. Actions go in as
-    int64 [num_envs] for `Discrete`, and as [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its
-    bounds here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each
-    episode that `infos["_episode"]` marks as finished by this step; `infos["final_obs"]` the last observation of a
-    Gymnasium episode.
+    Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]. Actions are int64
+    [num_envs] for `Discrete`, and [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds
+    here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each episode that
+    this step has finished, as `infos["_episode"]` marks it; `infos["final_obs"]` holds its last observation (not
+    Procgen's).
 
     Args:
-        seed: of Procgen's level draws. Gymnasium tasks are seeded by `reset(seed=...)`, which Procgen's ignore.
+        seed: of Procgen's level draws. Gymnasium tasks are seeded by `reset(seed=...)`, which Procgen ignores.
         distribution_mode, num_levels, start_level, num_threads: of Procgen; see `ProcgenVectorEnv`.
-        capture_video: make environments that `render` can be called of.
+        capture_video: make environments that can `render`, and that `film` can be called on.
         num_groups: with more than one, an `EnvGroups`; see there.
 
     Raises:
-        InputError: no such game or task, or settings or spaces that cannot work.
+        InputError: there is no such game or task, or its settings or spaces cannot work.
     """
     check_envs(env_id, num_envs, seed, distribution_mode, num_levels, start_level, num_threads, num_groups)
-    games = env_id.split(",")
+    levels = {"distribution_mode": distribution_mode, "num_levels": num_levels, "start_level": start_level}
     if num_groups > 1:
         if capture_video:
             raise InputError("--capture-video needs all environments in one group: leave --num-env-groups out.")
-        return EnvGroups(
-            [
-                make_envs(
-                    env_id,
-                    num_envs // num_groups,
-                    seed=group_seed(seed, number),
-                    distribution_mode=distribution_mode,
-                    num_levels=num_levels,
-                    start_level=start_level,
-                    num_threads=num_threads,
-                )
-                for number in range(num_groups)
-            ]
-        )
+        settings = levels | {"num_threads": num_threads}
+        seeds = [group_seed(seed, number) for number in range(num_groups)]
+        return EnvGroups([make_envs(env_id, num_envs // num_groups, seed=each, **settings) for each in seeds])
+    games = env_id.split(",")
     if set(games) <= set(PROCGEN_GAMES):
-        envs = ProcgenVectorEnv(
-            games, num_envs, seed, distribution_mode, num_levels, start_level, num_threads, render=capture_video
-        )
+        envs = ProcgenVectorEnv(games, num_envs, seed, num_threads=num_threads, render=capture_video, **levels)
     else:
         envs = make_gymnasium(env_id, num_envs, render_mode="rgb_array" if capture_video else None)
-    try:
-        check_spaces(env_id, envs.single_observation_space, envs.single_action_space)
-    except InputError:
-        envs.close()
-        raise
-    if not isinstance(envs, ProcgenVectorEnv):
-        envs = RefuseNaN(envs)
+        try:
+            check_spaces(env_id, envs.single_observation_space, envs.single_action_space)
+        except InputError:
+            envs.close()
+            raise
     if isinstance(envs.single_action_space, gym.spaces.Box):
         envs = ClipAction(envs)
     elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
         envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
-    return RecordEpisodeStatistics(envs)
+    return Envs(RecordFirstEnv(envs) if capture_video else envs)
 
 
-class ProcgenVectorEnv(VectorEnv):
-    """Procgen's own vectorised environment, whose C++ threads step all copies at once, as a Gymnasium one.
+def group_seed(seed: int, number: int) -> int:
+    """Seed of the environments in group `number`: `seed` for the first, for others unlike any of a neighbouring run."""
+    return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
 
-    Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
-    the last frame of an episode. Environment i plays `games[i % len(games)]`.
 
-    Args:
-        games: names out of PROCGEN_GAMES.
-        seed: of the level draws (procgen's `rand_seed`; without it they come from the operating system's entropy).
-        distribution_mode: easy, hard, extreme, memory or exploration.
-        num_levels: how many different levels there are; 0 for no limit.
-        start_level: the first of them.
-        num_threads: C++ threads that step the environments; 0 steps them in the caller's thread.
-        render: also draw 512x512 frames, for `render`.
+def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
+    """The episodes that a step has finished: environment, return (as the environment gave it), length."""
+    return [
+        (int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]))
+        for env in np.flatnonzero(infos.get("_episode", ()))
+    ]
+
+
+class Envs(RecordEpisodeStatistics):
+    """A vector environment with episode statistics, steps in two halves, and a state that a checkpoint can hold.
+
+    `obs` [N, ...] are the observations that await actions. `groups` lists pairs of environments that are stepped
+    together and their numbers, as a slice: here a single group.
     """
 
-    metadata = {  # noqa: RUF012  (gymnasium declares it so)
-        "autoreset_mode": AutoresetMode.SAME_STEP,
-        "render_modes": ["rgb_array"],
-        "render_fps": 15,
-    }
+    def __init__(self, envs: VectorEnv):
+        super().__init__(envs)
+        self.video = envs if isinstance(envs, RecordFirstEnv) else None
+        self.restorable = isinstance(self.unwrapped, ProcgenVectorEnv)
+        self.obs = self.actions = None
 
-    def __init__(
-        self,
-        games: list[str],
-        num_envs: int,
-        seed: int,
-        distribution_mode: str = "easy",
-        num_levels: int = 0,
-        start_level: int = 0,
-        num_threads: int = 4,
-        render: bool = False,
-    ):
-        import gym_notices.notices
-
-        gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
-        from procgen import ProcgenGym3Env
-
-        # Exploration mode is one fixed level of the hard distribution and refuses these two.
-        levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
-        self.gym3_env = ProcgenGym3Env(
-            num=num_envs,
-            env_name=",".join(games),
-            distribution_mode=distribution_mode,
-            num_threads=num_threads,
-            rand_seed=seed,
-            render_mode="rgb_array" if render else None,
-            **levels,
-        )
-        self.games = games
-        self.started = False  # whether `start` has begun the step that `step` is to finish
-        self.num_envs = num_envs
-        self.render_mode = "rgb_array" if render else None
-        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-        self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+    @property
+    def groups(self) -> list[tuple["Envs", slice]]:  # not kept, as it would be a reference cycle
+        return [(self, slice(0, self.num_envs))]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Return the current frames, uint8 [num_envs, 64, 64, 3]. Procgen starts its episodes by itself, at the seed
-        given to `__init__`: nothing is restarted here and `seed` has no effect."""
-        _, observation, _ = self.gym3_env.observe()
-        return observation["rgb"], {}
-
-    def start(self, actions: np.ndarray) -> None:
-        """Begin a step, which the C++ threads then make. Only `step`, with the same actions, may follow."""
-        self.gym3_env.act(actions)
-        self.started = True
+        self.obs, infos = super().reset(seed=seed, options=options)
+        return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """Take one action in each environment: int [num_envs]."""
-        if not self.started:
-            self.start(actions)
-        self.started = False
-        rewards, observation, first = self.gym3_env.observe()
-        return observation["rgb"], rewards, first, np.zeros_like(first), {}
+        """Raises TrainingError for an observation or a reward that is NaN or infinite."""
+        self.obs, rewards, terminations, truncations, infos = super().step(actions)
+        values = {"observation": self.obs, "reward": rewards}
+        if "final_obs" in infos:
+            values["last observation"] = self.obs.copy()
+            for env in np.flatnonzero(infos["_final_obs"]):
+                values["last observation"][env] = infos["final_obs"][env]
+        for name, value in values.items():
+            bad = value.dtype.kind == "f" and ~np.isfinite(value).reshape(self.num_envs, -1).all(axis=1)
+            if np.any(bad):
+                batch = {each: torch.as_tensor(x) for each, x in (values | {"action": actions}).items()}
+                raise TrainingError(f"the {name} of environment {np.argmax(bad)} is NaN or infinite", batch)
+        return self.obs, rewards, terminations, truncations, infos
 
-    def render(self) -> list[np.ndarray]:
-        """The current frame of each environment, uint8 [512, 512, 3]."""
-        return [info["rgb"] for info in self.gym3_env.get_info()]
+    def step_async(self, actions: np.ndarray) -> None:
+        """Begin a step, which `step_wait` finishes. Procgen's threads make it meanwhile (a video draws before it)."""
+        if self.restorable and self.video is None:
+            self.unwrapped.start(actions)
+        self.actions = actions
 
-    def level_seeds(self) -> list[int]:
-        """The seed of the level that each environment plays at present."""
-        return [info["level_seed"] for info in self.gym3_env.get_info()]
+    def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """Finish the step that `step_async` began; returns what `step` returns."""
+        return self.step(self.actions)
 
-    def close_extras(self, **kwargs: Any) -> None:
-        self.gym3_env.close()
+    def film(self, folder: Path) -> None:
+        """Write videos of environment 0 into `folder` (needs `capture_video`)."""
+        self.video.folder = folder
+
+    def states(self) -> list[State]:
+        """The state of each environment. Only Procgen's can be put back; others are empty."""
+        if not self.restorable:
+            return [{} for _ in range(self.num_envs)]
+        return [
+            {
+                "env": state,
+                "obs": torch.as_tensor(self.obs[n]).clone(),
+                "return": float(self.episode_returns[n]),
+                "length": int(self.episode_lengths[n]),
+                "episode": 0 if self.video is None else self.video.episode,
+            }
+            for n, state in enumerate(self.unwrapped.get_states())
+        ]
+
+    def load_states(self, states: list[State]) -> None:
+        """Put environments that have been reset into `states`. Others than Procgen's start new episodes, and say so."""
+        if not self.restorable:
+            print(
+                "note: these environments cannot be put back where they were: they start new episodes", file=sys.stderr
+            )
+            self.reset()  # without a seed: other episodes than the run began with
+            return
+        self.unwrapped.set_states([state["env"] for state in states])
+        self.obs = np.stack([state["obs"].numpy() for state in states])
+        for n, state in enumerate(states):
+            self.episode_returns[n], self.episode_lengths[n] = state["return"], state["length"]
+        if self.video is not None:
+            self.video.episode = states[0]["episode"]
+
+    def replay(self, start: list[State], actions: torch.Tensor, frames: torch.Tensor) -> None:
+        """Fill `frames` [K, T, N, ...] with what the environments showed on the way from `start` to where they are.
+
+        The frames of a policy phase of Procgen are 6.4 GB. `start` and the `actions` [K, T, N] are 7 MB, and a replay
+        takes some 35 us a step. Raises InputError if the environments do not repeat what they did.
+        """
+        end = self.states()
+        for group, part in self.groups:
+            group.load_states(start[part])
+            for k, t in np.ndindex(actions.shape[:2]):
+                frames[k, t, part] = torch.as_tensor(group.obs)
+                group.step(actions[k, t, part].numpy())
+        for now, then in zip(self.states(), end, strict=True):
+            if not all(torch.equal(torch.as_tensor(now[name]), torch.as_tensor(then[name])) for name in then):
+                raise InputError("the environments do not repeat what they did: is another version of them installed?")
+
+    def state_dict(self) -> dict[str, list[State]]:
+        return {"states": self.states()}
+
+    def load_state_dict(self, state: dict[str, list[State]]) -> None:
+        self.load_states(state["states"])
 
 
 class EnvGroups(VectorEnv):
-    """Groups of environments that are stepped on their own, so that one is stepped while a policy acts for another.
+    """Groups of environments that take turns: one group steps while the policy acts for the next.
 
-    (Double-buffered sampling: Petrenko et al. 2020, https://arxiv.org/abs/2006.11751, section 3.2.) There is no `step`
-    for all of them: `env_groups` gives the groups.
+    (Double-buffered sampling: Petrenko et al. 2020, https://arxiv.org/abs/2006.11751, section 3.2.) `groups` lists
+    them with the numbers of their environments; `reset` and the functions for states are for all, `step` is a group's.
     """
 
-    def __init__(self, groups: list[VectorEnv]):
-        self.groups = groups
-        self.num_envs = sum(group.num_envs for group in groups)
+    def __init__(self, groups: list[Envs]):
+        size = groups[0].num_envs
+        self.groups = [(group, slice(n * size, (n + 1) * size)) for n, group in enumerate(groups)]
+        self.num_envs, self.restorable = len(groups) * size, groups[0].restorable
         self.single_observation_space = groups[0].single_observation_space
         self.single_action_space = groups[0].single_action_space
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
 
+    @property
+    def obs(self) -> np.ndarray:
+        return np.concatenate([group.obs for group, _ in self.groups])
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Reset all groups; returns all observations [num_envs, ...] and no infos."""
-        seeds = [None if seed is None else seed + part.start for _, part in env_groups(self)]
-        pairs = zip(self.groups, seeds, strict=True)
-        return np.concatenate([group.reset(seed=seed, options=options)[0] for group, seed in pairs]), {}
+        """Reset all groups; returns all observations [N, ...] and no infos."""
+        for group, part in self.groups:
+            group.reset(seed=None if seed is None else seed + part.start, options=options)
+        return self.obs, {}
+
+    def states(self) -> list[State]:
+        return [state for group, _ in self.groups for state in group.states()]
+
+    def load_states(self, states: list[State]) -> None:
+        for group, part in self.groups:
+            group.load_states(states[part])
+
+    replay, state_dict, load_state_dict = Envs.replay, Envs.state_dict, Envs.load_state_dict
 
     def close_extras(self, **kwargs: Any) -> None:
-        for group in self.groups:
+        for group, _ in self.groups:
             group.close(**kwargs)
-
-
-def env_groups(envs: VectorEnv) -> list[tuple[VectorEnv, slice]]:
-    """The groups of `envs`, each with the numbers of its environments; a plain vector environment is a single group."""
-    groups, first = envs.groups if isinstance(envs, EnvGroups) else [envs], 0
-    numbered = []
-    for group in groups:
-        numbered.append((group, slice(first, first + group.num_envs)))
-        first += group.num_envs
-    return numbered
-
-
-def group_seed(seed: int, number: int) -> int:
-    """Seed of group `number`'s environments: `seed` for the first, for others unlike any of a neighbouring seed's."""
-    return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
-
-
-def start_step(envs: VectorEnv, actions: np.ndarray) -> None:
-    """Let Procgen's threads begin the step that `envs.step(actions)` finishes. Gymnasium tasks have no such threads."""
-    if isinstance(envs.unwrapped, ProcgenVectorEnv) and envs.unwrapped.render_mode is None:  # a video draws before it
-        envs.unwrapped.start(actions)
 
 
 def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> VectorEnv:
     """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
-    if env_id.startswith("ALE/"):
-        try:
-            import ale_py
-        except ImportError:
-            raise InputError(f"{env_id} needs the Atari package: pip install ale-py.") from None
-        gym.register_envs(ale_py)
     try:
+        if env_id.startswith("ALE/"):
+            gym.register_envs(import_module("ale_py"))
         envs = gym.make_vec(
             env_id,
             num_envs,
@@ -264,7 +256,7 @@ def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> Vecto
 
 
 def unknown_env(env_id: str) -> InputError:
-    """What to raise for an id that is no Procgen game, list of such games or Gymnasium id."""
+    """The error for an id that is no Procgen game, list of such games or Gymnasium id."""
     names = env_id.split(",")
     known = PROCGEN_GAMES if len(names) > 1 else [*PROCGEN_GAMES, *gym.registry]
     near = [next(iter(difflib.get_close_matches(name, known, 1)), "") for name in names]
@@ -284,220 +276,61 @@ def check_envs(
     start_level: int,
     num_threads: int,
     num_groups: int = 1,
+    prefix: str = "",
 ) -> None:
-    """Raise InputError for settings of `make_envs` that cannot work, and what Procgen would abort on or ignore.
+    """Raise InputError for settings of `make_envs` that cannot work, and for those that Procgen aborts on or ignores.
 
-    Whether there is such a Gymnasium task is not asked here.
+    `prefix` precedes the names of the level flags in messages. Whether a Gymnasium task exists is not checked here.
     """
-    if num_envs < 1:
-        raise InputError(f"--num-envs {num_envs} is too small: use at least 1.")
-    games = env_id.split(",")
-    if num_groups > 1 and num_envs % (num_groups * len(games)):
-        shares = f"{num_groups} groups" + (f" of {len(games)} games" if len(games) > 1 else "")
-        multiple = num_groups * len(games)
-        raise InputError(f"--num-envs {num_envs} cannot be shared by {shares}: use a multiple of {multiple}.")
-    if not set(games) <= set(PROCGEN_GAMES):
-        if len(games) > 1:
-            raise unknown_env(env_id)
-        if (distribution_mode, num_levels, start_level) != ("easy", 0, 0):
-            flags = "--distribution-mode, --num-levels and --start-level"
-            raise InputError(f"{flags} are for Procgen games: leave them out for {env_id}.")
-        return
-    mode = f"--distribution-mode {distribution_mode}"
-    if distribution_mode not in PROCGEN_MODES:
-        raise InputError(f"{mode} is not known: use one of {', '.join(PROCGEN_MODES)}.")
-    for game in games:
-        if game not in PROCGEN_MODES[distribution_mode]:
-            supported = ", ".join(PROCGEN_MODES[distribution_mode])
-            raise InputError(f"{game} has no {distribution_mode} mode: {mode} works with {supported}.")
-    if distribution_mode == "exploration" and len(games) > 1:
-        raise InputError(f"{mode} plays a single game: choose one of {', '.join(games)}.")
-    if distribution_mode == "exploration" and (num_levels or start_level):
-        raise InputError(f"{mode} is one fixed level: leave --num-levels and --start-level out.")
-    if num_envs % len(games):
-        raise InputError(
-            f"--num-envs {num_envs} cannot be shared by {len(games)} games: use a multiple of {len(games)}."
-        )
-    for flag, value in (("num-levels", num_levels), ("start-level", start_level), ("num-threads", num_threads)):
-        if value < 0:
-            raise InputError(f"--{flag} {value} is negative: use 0 or more.")
-    if start_level + num_levels >= 2**31:
-        raise InputError("--start-level and --num-levels are too large: their sum must stay below 2147483648.")
-    if num_threads > 1024:
-        raise InputError(f"--num-threads {num_threads} is too large: use 0 to 1024.")
-    if start_level and not num_levels:
-        raise InputError("--start-level has no effect while the levels are unlimited: set --num-levels, too.")
-    if not 0 <= seed < 2**31:
-        raise InputError(f"--seed {seed} is out of Procgen's range: use 0 to {2**31 - 1}.")
+    games, mode = env_id.split(","), f"--distribution-mode {distribution_mode}"
+    levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
+    procgen, known = set(games) <= set(PROCGEN_GAMES), PROCGEN_MODES.get(distribution_mode, [])
+    if not procgen and len(games) > 1:
+        raise unknown_env(env_id)
+    shares = num_groups * (len(games) if procgen else 1)
+    wrong = {
+        f"--num-envs {num_envs} is too small: use at least 1.": num_envs < 1,
+        f"--num-envs {num_envs} cannot be shared by {num_groups} groups of {len(games)} games: use a multiple of "
+        f"{shares}.": num_envs % shares,
+    }
+    if not procgen:
+        is_set = (distribution_mode, num_levels, start_level) != ("easy", 0, 0)
+        wrong[f"--distribution-mode, {levels} and {start} are for Procgen games: leave them out for {env_id}."] = is_set
+    else:
+        lacking = ", ".join(game for game in games if game not in known)
+        fixed = distribution_mode == "exploration"
+        wrong |= {
+            f"{mode} is not known: use one of {', '.join(PROCGEN_MODES)}.": not known,
+            f"{lacking} has no {distribution_mode} mode: {mode} works with {', '.join(known)}.": lacking,
+            f"{mode} plays a single game: choose one of {', '.join(games)}.": fixed and len(games) > 1,
+            f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and (num_levels or start_level),
+            f"{levels} {num_levels} is negative: use 0 or more.": num_levels < 0,
+            f"{start} {start_level} is negative: use 0 or more.": start_level < 0,
+            f"--num-threads {num_threads} is out of range: use 0 to 1024.": not 0 <= num_threads <= 1024,
+            f"{start} and {levels} are too large: their sum must stay below {2**31}.": start_level + num_levels
+            >= 2**31,
+            f"{start} has no effect while the levels are unlimited: set {levels}, too.": start_level and not num_levels,
+            f"--seed {seed} is out of Procgen's range: use 0 to {2**31 - 1}.": not 0 <= seed < 2**31,
+        }
+    for message, holds in wrong.items():
+        if holds:
+            raise InputError(message)
 
 
 def check_spaces(env_id: str, observation_space: gym.Space, action_space: gym.Space) -> None:
     """Raise InputError for a space that the networks have no input or no distribution for."""
     box = isinstance(observation_space, gym.spaces.Box)
-    image = box and len(observation_space.shape) == 3 and observation_space.dtype == np.uint8
-    if image and observation_space.shape[2] > 4:
-        shape = list(observation_space.shape)
+    shape = observation_space.shape or ()
+    image = box and len(shape) == 3 and observation_space.dtype == np.uint8 and shape[2] <= 4
+    if not image and not (box and len(shape) == 1):
         raise InputError(
-            f"{env_id} has images of shape {shape}: give them as [height, width, channels], 1 to 4 channels."
-        )
-    if not image and not (box and len(observation_space.shape) == 1):
-        raise InputError(
-            f"{env_id} has the observation space {observation_space}, which is not supported: wrap it so "
-            "that it gives uint8 images [height, width, channels] or flat vectors (see gymnasium's FlattenObservation)."
+            f"{env_id} has the observation space {observation_space}, which is not supported: wrap it so that it gives "
+            "uint8 images [height, width, channels] of 1 to 4 channels, or flat vectors."
         )
     discrete = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
     flat = isinstance(action_space, gym.spaces.Box | gym.spaces.MultiBinary) and len(action_space.shape) == 1
     if not discrete and not flat:
         raise InputError(
-            f"{env_id} has the action space {action_space}, which is not supported: wrap it "
-            "so that it takes Discrete (counted from 0), or one-dimensional Box or MultiBinary actions."
+            f"{env_id} has the action space {action_space}, which is not supported: wrap it so that it takes Discrete "
+            "(counted from 0), or one-dimensional Box or MultiBinary actions."
         )
-
-
-def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
-    """What `infos` of a step reports as finished: environment, return (as the environment gave it), length."""
-    return [
-        (int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]))
-        for env in np.flatnonzero(infos.get("_episode", ()))
-    ]
-
-
-class RefuseNaN(VectorWrapper):
-    """Raise TrainingError for an observation or a reward that is NaN or infinite, before anything learns from it."""
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        obs, infos = self.env.reset(**kwargs)
-        self.check({"observation": obs})
-        return obs, infos
-
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        result = self.env.step(actions)
-        obs, rewards, _, _, infos = result
-        self.check({"observation": obs, "reward": rewards, "action": actions})
-        if "final_obs" in infos:
-            last = obs.copy()
-            for env in np.flatnonzero(infos["_final_obs"]):
-                last[env] = infos["final_obs"][env]
-            self.check({"observation": last})
-        return result
-
-    def check(self, values: dict[str, np.ndarray]) -> None:
-        for name, value in values.items():
-            bad = value.dtype.kind == "f" and ~np.isfinite(value).reshape(self.num_envs, -1).all(axis=1)
-            if np.any(bad):
-                batch = {name: torch.as_tensor(value) for name, value in values.items()}
-                raise TrainingError(f"the {name} of environment {np.argmax(bad)} is NaN or infinite", batch)
-
-
-def open_video(path: Path, fps: float) -> Any:
-    """An MP4 to `write_frame` to, uint8 [height, width, 3], and then to `close`. Needs the package av."""
-    import imageio.v3  # comes with procgen; only videos need it
-
-    writer = imageio.v3.imopen(str(path), "w", plugin="pyav")
-    writer.init_video_stream("libx264", fps=fps)
-    return writer
-
-
-class RecordFirstEnv(VectorWrapper):
-    """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule
-    of Gymnasium's RecordVideo)."""
-
-    def __init__(self, envs: VectorEnv, video_dir: Path):
-        super().__init__(envs)
-        self.video_dir = video_dir
-        self.episode = 0
-        self.writer = None
-
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode
-        if cubic if self.episode < 1000 else self.episode % 1000 == 0:
-            self.add(self.env.render()[0])
-        result = self.env.step(actions)
-        _, _, terminations, truncations, _ = result
-        if terminations[0] or truncations[0]:
-            self.finish_video()
-            self.episode += 1
-        return result
-
-    def add(self, frame: np.ndarray) -> None:
-        if self.writer is None:
-            self.video_dir.mkdir(exist_ok=True)
-            path = self.video_dir / f"episode-{self.episode}.mp4"
-            self.writer = open_video(path, self.metadata.get("render_fps", 30))
-        self.writer.write_frame(frame)
-
-    def finish_video(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
-
-    def close(self, **kwargs: Any) -> None:
-        self.finish_video()
-        super().close(**kwargs)
-
-
-def moments(x: np.ndarray) -> tuple[int, float, float]:
-    """Size, mean and variance of `x` [...]."""
-    return x.size, x.mean(), x.var()
-
-
-def merge_moments(running: tuple[Any, Any, Any], batch: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Size, mean and variance of two sets together, from those of each (Chan et al. 1979): numbers or tensors."""
-    (count, mean, var), (size, batch_mean, batch_var) = running, batch
-    total, delta = count + size, batch_mean - mean
-    squares = var * count + batch_var * size + delta**2 * count * size / total
-    return total, mean + delta * size / total, squares / total
-
-
-class RewardNormalizer:
-    """Divide rewards by the running standard deviation of the discounted return, then clip them.
-
-    The return R_t = r_t + gamma R_(t-1) is carried from call to call and starts anew where an episode does. A whole
-    segment enters the statistics before it is scaled (as in OpenAI's phasic-policy-gradient; VecNormalize of baselines
-    goes step by step). The mean is not subtracted: that would change which policy is best.
-
-    Args:
-        moments: of the returns; where several ranks train, `World.moments`, which joins those of all ranks.
-    """
-
-    def __init__(
-        self,
-        num_envs: int,
-        gamma: float,
-        clip: float = 10.0,
-        epsilon: float = 1e-8,
-        moments: Callable[[np.ndarray], tuple[int, float, float]] = moments,
-    ):
-        self.gamma, self.clip, self.epsilon, self.moments = gamma, clip, epsilon, moments
-        self.returns = np.zeros(num_envs)  # R_(t-1), zero where an episode has just ended
-        self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
-
-    def __call__(self, rewards: np.ndarray, dones: np.ndarray) -> np.ndarray:
-        """Scale a segment of rewards [T, N]; `dones[t]` is true where the action of step t ended its episode."""
-        self.update(self.discounted_returns(rewards, dones))
-        return self.scale(rewards)
-
-    def discounted_returns(
-        self, rewards: np.ndarray, dones: np.ndarray, envs: slice | list[int] = slice(None)
-    ) -> np.ndarray:
-        """R_t [T, n] of a segment, which goes on from the one before; `envs` are the n environments, if not all."""
-        returns = np.empty(rewards.shape)
-        for t in range(len(rewards)):
-            returns[t] = rewards[t] + self.gamma * self.returns[envs]
-            self.returns[envs] = returns[t] * (1 - dones[t])
-        return returns
-
-    def scale(self, rewards: np.ndarray) -> np.ndarray:
-        """Divide rewards [...] by the present scale, and clip them; float32."""
-        return np.clip(rewards / np.sqrt(self.var + self.epsilon), -self.clip, self.clip).astype(np.float32)
-
-    def update(self, returns: np.ndarray) -> None:
-        """Merge the moments of a batch into the running ones."""
-        self.count, self.mean, self.var = merge_moments((self.count, self.mean, self.var), self.moments(returns))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"returns": self.returns.tolist(), "count": self.count, "mean": float(self.mean), "var": float(self.var)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.returns = np.array(state["returns"])
-        self.count, self.mean, self.var = state["count"], state["mean"], state["var"]

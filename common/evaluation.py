@@ -1,53 +1,45 @@
-"""Evaluation on held-out levels: what an agent makes of levels that it was not trained on, while it is trained.
+"""Evaluation on held-out levels: how an agent plays levels that it was not trained on, while it is trained.
 
 An evaluation plays the same first episodes of the same environments each time, with random numbers of its own. So it
-is a function of the agent alone, changes nothing in the run, and is the same in a run that was resumed.
+depends on the agent alone, changes nothing in the run, and is the same in a run that was resumed.
 """
 
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
-from common.env_state import env_states, load_env_states
-from common.envs import ProcgenVectorEnv, check_envs, finished_episodes, group_seed, make_envs
-from common.errors import InputError
-from common.run import Run, mean
+from common.envs import Envs, check_envs, finished_episodes, group_seed, make_envs
+from common.run import Run, Summary, mean
 from common.scores import normalized
-from common.world import ALONE, World
 
-EVALUATION = 10_000  # in the place of a group's number: seeds unlike those of environments that train
+EVALUATION = 10_000  # in place of a group's number: seeds unlike those of the training environments
 POLICIES = {"stochastic": "eval", "greedy": "eval/greedy"}  # and their tags
 
 
-@dataclass
 class HeldOut:
-    """Environments that start over whenever they are asked to: `obs` [N, ...] are their first observations."""
+    """Environments that `reset` puts back to the start of their first episodes; it returns observations [N, ...]."""
 
-    envs: VectorEnv
-    seed: int
-    start: list[dict[str, Any]] = field(init=False)
-
-    def __post_init__(self):
-        obs = torch.as_tensor(self.envs.reset(seed=self.seed)[0])
-        self.start = env_states(self.envs, obs)
+    def __init__(self, envs: Envs, seed: int):
+        self.envs, self.seed = envs, seed
+        envs.reset(seed=seed)
+        self.start = envs.states()
 
     def reset(self) -> Tensor:
-        """Put all environments back to the start of their first episodes; return the observations [N, ...]."""
-        if isinstance(self.envs.unwrapped, ProcgenVectorEnv):  # whose `reset` restarts nothing
-            return load_env_states(self.envs, self.start)
-        return torch.as_tensor(self.envs.reset(seed=self.seed)[0])
+        if self.envs.restorable:  # Procgen's `reset` restarts nothing
+            self.envs.load_states(self.start)
+        else:
+            self.envs.reset(seed=self.seed)
+        return torch.as_tensor(self.envs.obs)
 
 
 def draw(dist: Distribution, generator: torch.Generator) -> Tensor:
-    """`dist.sample()` with a generator of its own: from PyTorch's, actor threads may draw at the same time."""
+    """`dist.sample()` with a generator of its own: actor threads may draw from PyTorch's at the same time."""
     if isinstance(dist, Independent):
         return draw(dist.base_dist, generator)
     if isinstance(dist, Categorical):
@@ -71,12 +63,12 @@ def play(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns float64 and lengths int64 of the first episodes of each environment, both [N, episodes_per_env].
 
-    Every environment has the same quota: were it "the first so many that end", short episodes would count more often.
+    Every environment plays the same number: the first so many that end anywhere would over-sample short episodes.
 
     Args:
-        agent: `agent.get_action_dist(obs, state)` gives a distribution over actions and the state to go on with.
-        greedy: take the likeliest action, or a Gaussian's mean, instead of drawing one.
-        on_step: called after each step with the number of episodes that have been finished.
+        agent: `agent.get_action_dist(obs, state)` returns a distribution over actions and the next recurrent state.
+        greedy: take the most likely action, or a Gaussian's mean, instead of sampling.
+        on_step: called after each step with the number of finished episodes.
     """
     num_envs, obs, state = held_out.envs.num_envs, held_out.reset(), None
     returns, lengths = np.zeros((num_envs, episodes_per_env)), np.zeros((num_envs, episodes_per_env), np.int64)
@@ -85,7 +77,7 @@ def play(
     while counts.min() < episodes_per_env:
         obs = obs.float() if obs.dim() == 2 else obs  # vectors may come as float64
         dist, state = agent.get_action_dist(obs.to(device), state)
-        actions = dist.mode.nan_to_num() if greedy else draw(dist, generator)  # NaN: of a Bernoulli with probability .5
+        actions = dist.mode.nan_to_num() if greedy else draw(dist, generator)  # NaN: a Bernoulli with probability .5
         obs, _, terminations, truncations, infos = held_out.envs.step(actions.cpu().numpy())
         obs = torch.as_tensor(obs)
         if state is not None:
@@ -99,54 +91,23 @@ def play(
 
 
 def evaluation_seed(seed: int) -> int:
-    """Seed of the held-out environments of a run with that seed: they draw other levels than those that train."""
+    """Seed of the held-out environments of a run with `seed`: they draw other levels than the training environments."""
     return group_seed(seed, EVALUATION)
 
 
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean; NaN of a single value."""
-    return float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else math.nan
-
-
 def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int, int]:
-    """How many environments, of `num_envs` at most, play at least `episodes` episodes, and how many each of them."""
+    """The number of environments, at most `num_envs`, that play at least `episodes` episodes, and how many each."""
     num_envs = max(1, min(num_envs, episodes) // len(games)) * len(games)
     return num_envs, math.ceil(episodes / num_envs)
 
 
 def held_out_settings(args: Any, num_envs: int) -> dict[str, Any]:
-    """What `make_envs` takes for the held-out environments of a run. Raises InputError for levels that cannot be."""
-    settings = {
-        "seed": evaluation_seed(args.seed),
-        "distribution_mode": args.distribution_mode,
-        "num_levels": args.eval_num_levels,
-        "start_level": args.eval_start_level,
-        "num_threads": args.num_threads,
-    }
-    try:
-        check_envs(args.env_id, num_envs, **settings)
-    except InputError as error:  # which names the flags of the levels to train on
-        message = str(error).replace("--num-levels", "--eval-num-levels")
-        raise InputError(message.replace("--start-level", "--eval-start-level")) from None
+    """The settings of `make_envs` for a run's held-out environments. Raises InputError for levels that cannot be."""
+    levels = {"num_levels": args.eval_num_levels, "start_level": args.eval_start_level}
+    mode = {"distribution_mode": args.distribution_mode, "num_threads": args.num_threads}
+    settings = {"seed": evaluation_seed(args.seed), **mode, **levels}
+    check_envs(args.env_id, num_envs, **settings, prefix="eval-")
     return settings
-
-
-def trained_on(args: Any) -> bool:
-    """Whether the levels of training and those of evaluations, both limited, have some in common."""
-    if not (args.num_levels and args.eval_num_levels):
-        return False
-    training_end, chosen_end = args.start_level + args.num_levels, args.eval_start_level + args.eval_num_levels
-    return max(args.start_level, args.eval_start_level) < min(training_end, chosen_end)
-
-
-class Summary(NamedTuple):
-    """What an evaluation has found of a game."""
-
-    episodes: int
-    episodic_return: float  # mean
-    standard_error: float
-    episodic_length: float  # mean
-    normalized_return: float
 
 
 def summaries(returns: np.ndarray, lengths: np.ndarray, games: list[str], distribution_mode: str) -> dict[str, Summary]:
@@ -154,60 +115,36 @@ def summaries(returns: np.ndarray, lengths: np.ndarray, games: list[str], distri
     found = {}
     for number, game in enumerate(games):
         of_game, steps = returns[number :: len(games)], lengths[number :: len(games)]
+        error = float(of_game.std(ddof=1) / of_game.size**0.5) if of_game.size > 1 else math.nan
         score = normalized(of_game.mean(), game, distribution_mode)
-        found[game] = Summary(of_game.size, of_game.mean(), standard_error(of_game), steps.mean(), score)
+        found[game] = Summary(of_game.size, of_game.mean(), error, steps.mean(), score)
     return found
 
 
 class Evaluator:
-    """Evaluates an agent every `--eval-interval` steps and at the end of the run; with 0, never.
+    """Evaluates an agent every `--eval-interval` steps and at the end of the run, on environments made once.
 
-    The environments are made here, once. An evaluation plays `--eval-episodes` episodes with the stochastic policy and
-    as many with the greedy one, an equal number in each environment.
-
-    Args:
-        args: the script's `Args`.
-        agent: see `play`.
-        device: of the agent.
-        iteration_steps: environment steps between calls.
-        total_steps: environment steps at which the run will end.
-        world: of several ranks, the first evaluates and the others wait.
+    An evaluation plays `--eval-episodes` episodes with sampled actions and as many with the most likely ones, an equal
+    number in each environment. Used on rank zero only.
 
     Raises:
         InputError: the levels asked for cannot be.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        agent: torch.nn.Module,
-        device: torch.device,
-        iteration_steps: int,
-        total_steps: int,
-        world: World = ALONE,
-    ):
-        self.args, self.agent, self.device, self.world = args, agent, device, world
-        self.iteration_steps, self.total_steps, self.held_out = iteration_steps, total_steps, None
-        if not args.eval_interval or world.rank > 0:
-            return
+    def __init__(self, args: Any, agent: torch.nn.Module, device: torch.device):
+        self.args, self.agent, self.device = args, agent, device
         self.games = args.env_id.split(",")
         num_envs, self.episodes_per_env = share_episodes(args.eval_episodes, args.num_envs, self.games)
         settings = held_out_settings(args, num_envs)
-        if trained_on(args):
+        training = range(args.start_level, args.start_level + args.num_levels)
+        chosen = range(args.eval_start_level, args.eval_start_level + args.eval_num_levels)
+        if max(training.start, chosen.start) < min(training.stop, chosen.stop):
             print("note: evaluations are on levels that the agent trains on: these are not held out", file=sys.stderr)
         self.held_out = HeldOut(make_envs(args.env_id, num_envs, **settings), settings["seed"])
+        self.close = self.held_out.envs.close
 
     def __call__(self, step: int, run: Run) -> None:
-        """Evaluate, if an evaluation fell due since the call before or the run ends at `step`, and tell `run`."""
-        interval = self.args.eval_interval
-        if not interval or (step % interval >= self.iteration_steps and step < self.total_steps):
-            return
-        run.flush()
-        if self.world.rank == 0:
-            self.evaluate(step, run)
-        self.world.agree(None)
-
-    def evaluate(self, step: int, run: Run) -> None:
+        """Evaluate the agent as it is after `step` steps, and tell `run`."""
         metrics, rows, total = {}, [], self.held_out.envs.num_envs * self.episodes_per_env
         for policy, tag in POLICIES.items():
             returns, lengths = play(
@@ -227,10 +164,6 @@ class Evaluator:
                 f"{tag}/episodic_length": lengths.mean(),
                 f"{tag}/normalized_return": np.mean([each.normalized_return for each in by_game.values()]),
             }
-            if len(self.games) == 1:  # of several, training has most episodes of the game with the shortest
+            if len(self.games) == 1:  # with several, most training episodes are of the game with the shortest ones
                 metrics[f"{tag}/train_test_gap"] = mean(run.recent) - returns.mean()
         run.evaluation(step, metrics, rows)
-
-    def close(self) -> None:
-        if self.held_out is not None:
-            self.held_out.envs.close()

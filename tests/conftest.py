@@ -1,4 +1,4 @@
-"""Small tasks with known answers, made available to `gymnasium.make`."""
+"""Small tasks with known answers, made available to `gymnasium.make`, and a small network for frames."""
 
 import os
 
@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gymnasium as gym
 import numpy as np
-import pytest
+import torch
 
 
 class CountEnv(gym.Env):
@@ -119,6 +119,15 @@ class ArmEnv(CountEnv):
         return obs, float(action), self.count == 10, False, {}
 
 
+class LastEnv(CountEnv):
+    """Reward 1 in step 3, which ends the episode, and 0 in the steps before."""
+
+    def step(self, action):
+        obs, *_ = super().step(action)
+        last = self.count == 3
+        return obs, float(last), last, False, {}
+
+
 class CrashEnv(CountEnv):
     """Raises an error in its 50th step."""
 
@@ -159,15 +168,25 @@ class SpoiltEnv(CountEnv):
         return obs, reward, *rest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _register_tasks():
-    gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
-    gym.register("TestBlind-v0", BlindEnv, max_episode_steps=5)
-    gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
-    gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
-    gym.register("TestCue-v0", CueEnv)
-    gym.register("TestLuck-v0", LuckEnv)
-    gym.register("TestArm-v0", ArmEnv)
-    gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
-    gym.register("TestOpaque-v0", OpaqueEnv, max_episode_steps=5)
-    gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)
+class Glance(torch.nn.Module):
+    """An encoder that sees every 16th pixel of a frame: tests of other things than networks need not wait for one."""
+
+    def __init__(self, shape, feature_dim):
+        super().__init__()
+        self.linear = torch.nn.Linear(np.zeros(shape)[::16, ::16].size, feature_dim)
+
+    def forward(self, frames):
+        return torch.tanh(self.linear(frames[:, ::16, ::16].flatten(1).float() / 255))
+
+
+gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
+gym.register("TestBlind-v0", BlindEnv, max_episode_steps=5)
+gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
+gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
+gym.register("TestCue-v0", CueEnv)
+gym.register("TestLuck-v0", LuckEnv)
+gym.register("TestArm-v0", ArmEnv)
+gym.register("TestLast-v0", LastEnv)
+gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
+gym.register("TestOpaque-v0", OpaqueEnv, max_episode_steps=5)
+gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)

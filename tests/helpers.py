@@ -5,13 +5,15 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import load_agent
 from common.envs import finished_episodes, make_envs
 from common.evaluation import HeldOut, play
+from common.load import load_agent
 
 
 class Silent:
     """Stands in for common.run.Run where one part of a script is under test; keeps the steps it is told of."""
+
+    world_size = 1
 
     def __init__(self):
         self.steps, self.finished = [], []
@@ -21,6 +23,9 @@ class Silent:
         self.finished += [(step, first_env + env, *rest) for env, *rest in finished_episodes(infos)]
 
     def show(self, step, phase):
+        pass
+
+    def show_phase(self, phase):
         pass
 
 

@@ -3,14 +3,23 @@
 import csv
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+from fast import run_script, small_networks
+from ranks import Ranks
 
 import ppo
+from common import device, session
 from common.errors import InputError
+from common.run import Run
+from common.settings import parse
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
@@ -24,24 +33,25 @@ import throughput
 def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
     args = ppo.Args(
-        env_id="maze", num_levels=200, num_envs=4, num_steps=8, num_minibatches=2, total_timesteps=64, seed=3,
+        env_id="maze", num_levels=200, num_envs=4, num_steps=2, num_minibatches=2, total_timesteps=16, seed=3,
         runs_dir=str(tmp_path / "runs"), device="cpu",
     )  # fmt: skip
-    run_dir = ppo.main(args)
+    with small_networks():
+        run_dir = ppo.main(args)
     target = collect.collect(run_dir)
     assert target == tmp_path / "results" / "easy-200" / "ppo" / "maze" / "seed3.csv"
     with target.open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["32", "64"]
+    assert [row["step"] for row in rows] == ["8", "16"]
     assert float(rows[-1]["seconds"]) == json.loads((target.parent / "seed3.meta.json").read_text())["seconds"]
     assert "--num-levels 200" in json.loads((target.parent / "seed3.meta.json").read_text())["command"]
     assert collect.collect(run_dir) == target  # the same run again changes nothing
     curve = (run_dir / "progress.csv").read_text()
-    (run_dir / "progress.csv").write_text(curve.replace("\n64,", "\n65,"))
+    (run_dir / "progress.csv").write_text(curve.replace("\n16,", "\n17,"))
     with pytest.raises(InputError, match=r"seed3\.csv holds another run"):
         collect.collect(run_dir)
-    (run_dir / "progress.csv").write_text(curve[: curve.index("\n64,")])
-    with pytest.raises(InputError, match="32 of 64 steps"):
+    (run_dir / "progress.csv").write_text(curve[: curve.index("\n16,")])
+    with pytest.raises(InputError, match="8 of 16 steps"):
         collect.collect(run_dir)
     (run_dir / "progress.csv").write_text(curve)
     meta = (run_dir / "meta.json").read_text()
@@ -57,7 +67,7 @@ def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
     small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32, "runs_dir": str(tmp_path)}
     first, other_seed, other_rate = (
-        ppo.main(ppo.Args(env_id="maze", **small, **settings))
+        ppo.main(ppo.Args(env_id="CartPole-v1", **small, **settings))
         for settings in ({}, {"seed": 2}, {"seed": 3, "learning_rate": 1e-4})
     )
     assert collect.collect(first).parent == collect.collect(other_seed).parent
@@ -95,38 +105,135 @@ def test_short_rollouts_keep_the_sizes_of_minibatches(algorithm):
         assert sizes == [384, 384]
         assert short.total_timesteps == 4 * short.batch_size * short.num_steps
     else:
-        assert [args.batch_size / args.num_minibatches for args in (default, short)] == [2048, 2048]
-        assert short.total_timesteps == 4 * short.batch_size
+        assert [args.iteration_steps / args.num_minibatches for args in (default, short)] == [2048, 2048]
+        assert short.total_timesteps == 4 * short.iteration_steps
     if algorithm == "ppg":
         assert [args.num_aux_rollouts * args.num_steps for args in (default, short)] == [1024, 1024]
     short.validate()
 
 
-# PPG's auxiliary phase would take minutes with malloc as it is.
-@pytest.mark.parametrize(
-    ("algorithm", "plain", "iterations"), [("ppo", "plain", 2), ("ppg", "plain+malloc", 1), ("impala", "plain", 2)]
-)
-def test_throughput_measures_real_runs(algorithm, plain, iterations):
-    job = {
-        "algorithm": algorithm, "repeat": 0, "sweep": "", "value": "", "env_id": "starpilot", "device": "cpu",
-        "num_steps": 2, "iterations": iterations,
-    }  # fmt: skip
-    rows = [
-        throughput.alone(throughput.measure, job | {"configuration": configuration})
-        for configuration in (plain, "default")
-    ]
-    assert rows[0]["precision"] == "fp32"
-    for row in rows:
-        assert row["steps_per_second"] > 0
-        assert all(row[f"{phase}_us"] > 0 for phase in ("act", "env", "learn"))
-        assert (row["aux_us"] > 0) == (algorithm == "ppg")
-        assert 0 < row["learn_share_of_matmul"] < 2  # fp32 convolutions beat fp32 matrix products
-        assert 0 < row["share_of_matmul"] < 2
-        assert 0.1 < row["peak_gb"] < 4
+JOB = {"repeat": 0, "sweep": "", "value": "", "device": "cpu", "num_steps": 4, "iterations": 2}
+
+
+def make_tiny(algorithm, args, num_steps, iterations):
+    """In place of `throughput.shorten`: iterations of 4 environments, which end with an auxiliary phase."""
+    args.num_envs, args.num_steps, args.num_minibatches = 4, num_steps, 1
+    args.total_timesteps = (1 + iterations) * 4 * num_steps
+    if algorithm == "ppg":
+        args.n_pi = 1
+    if algorithm == "impala":
+        args.batch_size = 4
+
+
+@pytest.fixture
+def put_back(monkeypatch):
+    """What a measurement changes in its process is put back after the test. Returns the script's module."""
+
+    def keep(algorithm):
+        script = importlib.import_module(algorithm)
+        of_script = [name for name in ("update", "collect", "auxiliary_phase", "accelerate") if hasattr(script, name)]
+        for place, names in (
+            (script, of_script),
+            (script.Agent, ["step"] if algorithm == "impala" else []),
+            (script.ImpalaCNN, ["forward"]),
+            (session, ["make_envs"]),
+            (Run, ["log"]),
+            (device, ["keep_freed_memory"]),
+        ):
+            for name in names:
+                monkeypatch.setattr(place, name, getattr(place, name))
+        return script
+
+    return keep
+
+
+@pytest.mark.parametrize("configuration", throughput.CONFIGURATIONS)
+def test_what_configurations_turn_off(configuration, put_back):
+    """The allocator's settings, our kernels, and the layout of frames in memory."""
+    put_back("ppo")
+    before, job = device.keep_freed_memory, JOB | {"algorithm": "ppo", "env_id": "starpilot"}
+    script, args, _ = throughput.configure(job | {"configuration": configuration})
+    plain = configuration.startswith("plain")
+    assert (device.keep_freed_memory is before) == (configuration != "plain")
+    assert (args.precision, args.micro_batch_size) == (
+        "fp32" if configuration != "default" else device.resolve_precision("auto", "cpu"),
+        2**30 if plain else None,
+    )
+    agent = script.Agent(gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15), args)
+    classes = [type(module) for module in agent.modules()]
+    script.accelerate(agent, "eager")
+    assert ([type(module) for module in agent.modules()] == classes) == plain
+    layouts = []
+    agent.encoder.layers.register_forward_pre_hook(lambda _, inputs: layouts.append(inputs[0].is_contiguous()))
+    agent.get_value(torch.zeros(2, 64, 64, 3, dtype=torch.uint8))
+    assert layouts == [configuration in ("plain", "plain+malloc")]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
+def test_throughput_measures_real_runs(algorithm, put_back, monkeypatch):
+    put_back(algorithm)
+    monkeypatch.setattr(throughput, "shorten", make_tiny)
+    monkeypatch.setattr(throughput, "MATMUL_SIZES", {"cpu": (1024,)})
+    job = JOB | {"algorithm": algorithm, "configuration": "default", "env_id": "starpilot"}
+    row = throughput.measure(job)
+    assert row.keys() <= set(throughput.COLUMNS)
+    assert row["steps_per_second"] > 0
+    assert all(row[f"{phase}_us"] > 0 for phase in ("act", "env", "learn"))
+    assert (row["aux_us"] > 0) == (algorithm == "ppg")
+    assert 0 < row["learn_share_of_matmul"] < 2
+    assert 0 < row["share_of_matmul"] < 2
+    assert 0.1 < row["peak_gb"] < 4
     if algorithm != "impala":  # whose actor works at the same time
-        for row in rows:
-            busy = sum(row[f"{phase}_us"] for phase in throughput.PHASES)
-            assert busy < 1e6 / row["steps_per_second"]
+        busy = sum(row[f"{phase}_us"] for phase in throughput.PHASES)
+        assert busy < 1e6 / row["steps_per_second"]
+
+
+def test_the_memory_of_a_policy_phase_is_that_of_all_its_rollouts(put_back, monkeypatch):
+    """But only two of them, and one in the auxiliary phase, are learnt from."""
+    script, configure, learnt = put_back("ppg"), throughput.configure, []
+
+    def configure_small(job):
+        script, args, device = configure(job)
+        args.num_envs, args.num_minibatches, args.n_pi, args.feature_dim = 4, 4, 4, 8
+        return script, args, device
+
+    update, auxiliary_phase = script.update, script.auxiliary_phase
+    script.update = lambda *args: learnt.append("rollout") or update(*args)
+    script.auxiliary_phase = lambda agent, optimizer, phase, *rest: (
+        learnt.append(len(phase.obs)) or auxiliary_phase(agent, optimizer, phase, *rest)
+    )
+    monkeypatch.setattr(throughput, "configure", configure_small)
+    job = JOB | {"algorithm": "ppg", "configuration": "default", "env_id": "CartPole-v1", "sweep": "memory"}
+    row = throughput.measure_memory(job)
+    assert learnt == ["rollout", "rollout", 1]
+    assert 0.1 < row["peak_gb"] < 4
+
+
+def test_measurements_have_processes_of_their_own():
+    assert throughput.alone(eval, "__import__('os').getpid()") != os.getpid()
+
+
+def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
+    """One that fails is passed over."""
+
+    def measure(job):
+        if job["configuration"] == "plain":
+            raise RuntimeError("killed")
+        return dict.fromkeys(throughput.COLUMNS, 1.0) | throughput.identity(job)
+
+    monkeypatch.setattr(throughput, "alone", lambda function, job: function(job))
+    monkeypatch.setattr(throughput, "measure", measure)
+    monkeypatch.setattr(throughput, "measure_memory", measure)
+    args = throughput.Args(algorithms=("ppo",), configurations=("plain", "default"), repeats=2, device="cpu")
+    args.out = tmp_path
+    throughput.main(args)
+    with (tmp_path / "cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["sweep"], row["configuration"]) for row in rows] == [("", "default")] * 2 + [("memory", "default")]
+    output = capsys.readouterr().out
+    assert "[1/5] ppo plain: failed (RuntimeError('killed'))" in output
+    assert "| ppo default | 1 [1, 1] | - | - | 1 | 1 | 1 | 1 | 100%, 100%, 100% | 1.00 |" in output
+    assert "benchmarks/throughput.py" in json.loads((tmp_path / "cpu.meta.json").read_text())["command"]
 
 
 def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
@@ -230,13 +337,40 @@ def test_precision_from_run_folders_to_table(tmp_path, monkeypatch):
     assert (tmp_path / "precision" / "precision.png").stat().st_size > 5000
 
 
-def test_scaling_runs_one_process_and_two_ranks(tmp_path):
-    scaling.main(scaling.Args(algorithms=("impala",), repeats=1, num_steps=4, iterations=2, device="cpu", out=tmp_path))
+def test_scaling_runs_one_process_and_two_ranks(tmp_path, monkeypatch):
+    def run_here(words, *, env, cwd, **capture):
+        """Forks, in place of `python` and `torchrun`."""
+        assert (cwd, env["OMP_NUM_THREADS"]) == (scaling.ROOT, str(max(1, os.cpu_count() // number(words))))
+        flags = words[words.index("impala.py") + 1 :]
+        Ranks(tmp_path / str(number(words)), number(words)).run(run_script, "impala", flags)
+        return SimpleNamespace(returncode=0)
+
+    def number(words):
+        launcher = words[1 : words.index("impala.py")]
+        assert launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
+        return int(launcher[-1]) if launcher else 1
+
+    monkeypatch.setattr(scaling, "subprocess", SimpleNamespace(run=run_here))
+    small = {"env_id": "CartPole-v1", "repeats": 1, "num_steps": 4, "iterations": 2, "device": "cpu"}
+    scaling.main(scaling.Args(algorithms=("impala",), **small, out=tmp_path))
     with (tmp_path / "cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["ranks"], float(row["steps_per_second"]) > 0) for row in rows] == [("1", True), ("2", True)]
     assert float(rows[0]["waits"]) == 0 < float(rows[1]["waits"]) < 1
     assert "| impala | 2 |" in (tmp_path / "cpu.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"algorithms": ("dqn",)}, "--algorithms dqn is not known"),
+        ({"ranks": (1, 0)}, "--ranks 0"),
+        ({"repeats": 0}, "--repeats 0"),
+    ],
+)
+def test_scaling_refuses_what_cannot_work(settings, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        scaling.main(scaling.Args(**settings, out=tmp_path))
 
 
 def test_scaling_compares_in_each_round():
@@ -252,6 +386,12 @@ def test_scaling_compares_in_each_round():
 
 def test_exploration_from_runs_to_table(tmp_path, monkeypatch):
     """Fine-tuning starts from the pretrained run, and nothing is run twice."""
+
+    def run_here(command, *, cwd, stdout, check):
+        assert (command[:2], cwd, check) == ([sys.executable, "ppo.py"], exploration.ROOT, True)
+        ppo.main(parse(ppo.Args, ppo.Args(), words=command[2:]))
+
+    monkeypatch.setattr(exploration, "subprocess", SimpleNamespace(run=run_here, DEVNULL=None))
     monkeypatch.setattr(exploration, "FOLDER", tmp_path / "exploration")
     variants = {
         variant: (exploration.VARIANTS[variant][0].replace("150000", "2048"), exploration.VARIANTS[variant][1])

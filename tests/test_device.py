@@ -3,12 +3,13 @@
 import contextlib
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import Silent, estimates
+from helpers import estimates
 
 import impala
 import ppg
@@ -16,6 +17,7 @@ import ppo
 from common.device import resolve_device, setup_device
 from common.errors import InputError
 from common.memory import frame_store, keep_freed_memory, to_device
+from common.world import World
 
 FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
 
@@ -60,20 +62,20 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     meta = torch.device("meta")
-    args = script.Args(num_envs=4, num_steps=8, num_minibatches=2)
+    passes = {"update_epochs": 1} if script is ppo else {"e_aux": 1}
+    args = script.Args(num_envs=4, num_steps=8, num_minibatches=2, **passes)
     agent = script.Agent(FRAMES, ACTIONS, args).to(meta)
     rollout = script.new_rollout(8, 4, FRAMES, ACTIONS, meta)
     with torch.no_grad():
         last_value = agent.get_value(rollout.obs[0])
     advantages = script.compute_gae(rollout, last_value, 0.99, 0.95)
-    optimizers = [torch.optim.Adam(agent.parameters()) for _ in range(1 if script is ppo else 2)]
-    metrics = script.update(agent, *optimizers, rollout, *estimates(rollout, advantages), args)
+    optimizer = torch.optim.Adam(agent.parameters())
+    optimizers = optimizer if script is ppo else (optimizer, optimizer)
+    metrics = script.update(agent, optimizers, rollout, *estimates(rollout, advantages), args, World())
     if script is ppg:
-        obs, returns = (
-            torch.empty(2, *rollout.obs.shape, dtype=torch.uint8, device=meta),
-            torch.empty(2, 8, 4, device=meta),
-        )
-        metrics |= ppg.auxiliary_phase(agent, optimizers[0], obs, returns, args, 0, Silent())
+        obs, returns = rollout.obs.expand(2, *rollout.obs.shape), torch.empty(2, 8, 4, device=meta)
+        phase = SimpleNamespace(obs=obs, returns=returns)
+        metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, print, World())
     assert all(value.device == meta for value in metrics.values())
 
 
@@ -88,27 +90,27 @@ def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
     actions = torch.empty(8, 4, dtype=torch.int64, device=meta)
     floats = [torch.empty(8, 4, device=meta) for _ in range(4)]
     batch = impala.Unroll(obs, actions, *floats, agent.initial_state(4))
-    metrics = impala.update(agent, torch.optim.Adam(agent.parameters()), batch, args)
+    metrics = impala.update(agent, torch.optim.Adam(agent.parameters()), batch, args, World())
     assert all(value.device == meta for value in metrics.values())
 
 
 def test_frames_on_disk(tmp_path):
     place = tmp_path / "runs"
-    store = frame_store((3, 5, 7), torch.uint8, torch.device("cpu"), "disk", place, "--n-pi")
+    store = frame_store((3, 5, 7), torch.uint8, torch.device("cpu"), "--n-pi", str(place))
     store.fill_(7)
     assert store.shape == (3, 5, 7)
     assert store.sum() == 7 * 105
     assert not list(place.iterdir())  # the file has no name
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line]
     assert mapped, "the frames lie in memory, not in a file"
-    floats = frame_store((2, 2), torch.float32, torch.device("cpu"), "disk", place, "--n-pi")
+    floats = frame_store((2, 2), torch.float32, torch.device("cpu"), "--n-pi", str(place))
     assert floats.dtype == torch.float32
 
 
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_frames_that_fit_nowhere(place, tmp_path):
-    with pytest.raises(InputError, match="lower --n-pi"):
-        frame_store((2**45,), torch.uint8, torch.device("cpu"), place, tmp_path, "--n-pi")
+@pytest.mark.parametrize("disk", [False, True])
+def test_frames_that_fit_nowhere(disk, tmp_path):
+    with pytest.raises(InputError, match=f"lower --n-pi{', or choose another --runs-dir' if disk else ''}.$"):
+        frame_store((2**45,), torch.uint8, torch.device("cpu"), "--n-pi", str(tmp_path) if disk else None)
 
 
 def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatch, capsys):
@@ -116,10 +118,12 @@ def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10e9, 16e9))
     monkeypatch.setattr(torch, "empty", lambda shape, **options: made.append(options) or empty(0, dtype=torch.uint8))
     cuda = torch.device("cuda")
-    frame_store((10**9,), torch.uint8, cuda, "memory", None, "--n-pi")
-    assert made.pop()["device"] == cuda
-    frame_store((3 * 10**9,), torch.uint8, cuda, "memory", None, "--n-pi")
-    assert made.pop()["pin_memory"]
+    frame_store((10**9,), torch.uint8, cuda, "--n-pi", spill=True)
+    frame_store((3 * 10**9,), torch.uint8, cuda, "--n-pi")
+    assert [options["device"] for options in made] == [cuda, cuda]
+    assert not capsys.readouterr().err
+    frame_store((3 * 10**9,), torch.uint8, cuda, "--n-pi", spill=True)
+    assert made[-1]["pin_memory"]
     assert "3.0 GB of frames do not fit" in capsys.readouterr().err
 
 

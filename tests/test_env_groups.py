@@ -3,25 +3,28 @@
 import numpy as np
 import pytest
 import torch
+from fast import small_networks
 from helpers import Silent, deterministic_files, parameters
 
 import ppg
 import ppo
-from common.env_state import env_states, load_env_states, same
-from common.envs import env_groups, make_envs, start_step
+from common.envs import make_envs
 from common.errors import InputError
+from common.reward_scale import RewardNormalizer
 
 SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
 
 
-def test_a_step_in_two_halves_is_a_step():
-    whole, halves = (make_envs("starpilot", 4, seed=3) for _ in range(2))
-    assert np.array_equal(whole.reset()[0], halves.reset()[0])
-    for actions in np.random.default_rng(0).integers(0, 15, (100, 4)):
+@pytest.mark.parametrize(("env_id", "num_actions"), [("starpilot", 15), ("CartPole-v1", 2)])
+def test_a_step_in_two_halves_is_a_step(env_id, num_actions):
+    whole, halves = (make_envs(env_id, 4, seed=3) for _ in range(2))
+    assert np.array_equal(whole.reset(seed=3)[0], halves.reset(seed=3)[0])
+    for actions in np.random.default_rng(0).integers(0, num_actions, (100, 4)):
         expected = whole.step(actions)
-        start_step(halves, actions)
-        step = halves.step(actions)
+        halves.step_async(actions)
+        step = halves.step_wait()
         assert all(np.array_equal(a, b) for a, b in zip(expected[:4], step[:4], strict=True))
+        assert np.array_equal(halves.obs, step[0])
     whole.close(), halves.close()
 
 
@@ -43,7 +46,8 @@ class Oracle:
 def collect(script, envs, obs, num_steps, agent):
     spaces = envs.single_observation_space, envs.single_action_space
     rollout, run = script.new_rollout(num_steps, envs.num_envs, *spaces, torch.device("cpu")), Silent()
-    last_obs, step = script.collect(agent, envs, rollout, obs, 1000, None, run)
+    raw = RewardNormalizer(envs.num_envs, 0.9, "none")
+    last_obs, step = script.collect(agent, envs, rollout, obs, 1000, raw, run)
     assert step == 1000 + num_steps * envs.num_envs
     return rollout, last_obs, run.finished
 
@@ -51,20 +55,23 @@ def collect(script, envs, obs, num_steps, agent):
 @SCRIPTS
 @pytest.mark.parametrize(("env_id", "num_actions"), [("bossfight", 15), ("CartPole-v1", 2), ("TestCount-v0", 2)])
 def test_two_groups_see_what_one_does(script, env_id, num_actions):
-    """Put into the same states, 6 environments give the same rollout, episodes and last frames in 1, 2 or 3 groups."""
+    """From the same starts, 6 environments give the same rollout, episodes and last frames in 1, 2 or 3 groups."""
     one = make_envs(env_id, 6, seed=5)
     start = torch.as_tensor(one.reset(seed=5)[0]).clone()
-    states = env_states(one, start)
+    states = one.states()
     expected = collect(script, one, start.clone(), 60, Oracle(num_actions))
     one.close()
     assert expected[2], "no episode has ended"
     for num_groups in (2, 3):
         envs = make_envs(env_id, 6, seed=5, num_groups=num_groups)
-        envs.reset(seed=5)
-        obs = load_env_states(envs, states)
+        envs.reset(seed=5)  # gives each of Gymnasium's the seed that it has in one group
+        if envs.restorable:
+            envs.load_states(states)
+        obs = torch.as_tensor(envs.obs)
         assert torch.equal(obs, start)
         rollout, last_obs, finished = collect(script, envs, obs, 60, Oracle(num_actions))
         assert torch.equal(obs, start)  # the caller's is left as it was
+        assert torch.equal(last_obs, torch.as_tensor(envs.obs))
         for name, value in rollout._asdict().items():
             assert torch.equal(value, getattr(expected[0], name)), name
         assert torch.equal(last_obs, expected[1])
@@ -75,7 +82,7 @@ def test_two_groups_see_what_one_does(script, env_id, num_actions):
 @SCRIPTS
 def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkeypatch):
     envs, agent = make_envs("starpilot", 4, seed=0, num_groups=2), Oracle(15)
-    for (group, _), name in zip(env_groups(envs), "AB", strict=True):
+    for (group, _), name in zip(envs.groups, "AB", strict=True):
         base = group.unwrapped.gym3_env
         act, observe = base.act, base.observe
         monkeypatch.setattr(base, "act", lambda actions, n=name, f=act: agent.diary.append(f"start {n}") or f(actions))
@@ -90,18 +97,21 @@ def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkey
 def test_runs_with_groups_repeat(script, tmp_path):
     def run(name, **settings):
         small = {"num_envs": 4, "num_steps": 32, "num_minibatches": 2, "total_timesteps": 256, "device": "cpu"}
-        run_dir = script.main(script.Args(env_id="coinrun,maze", **small, runs_dir=str(tmp_path / name), **settings))
+        with small_networks():
+            args = script.Args(env_id="coinrun,maze", **small, runs_dir=str(tmp_path / name), **settings)
+            run_dir = script.main(args)
         return parameters(run_dir), deterministic_files(run_dir)
 
-    first, again, one = run("a", num_env_groups=2), run("b", num_env_groups=2), run("c")
-    assert same(first, again)
-    assert not same(first[0], one[0])
+    (first, files), (again, same_files), (one, _) = run("a", num_env_groups=2), run("b", num_env_groups=2), run("c")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert files == same_files
+    assert not all(torch.equal(first[name], one[name]) for name in first)
 
 
 def test_groups_have_other_levels_and_seeds():
     envs = make_envs("starpilot", 6, seed=1, num_groups=3)
-    assert len({seed for group, _ in env_groups(envs) for seed in group.unwrapped.level_seeds()}) == 6
-    assert [(part.start, part.stop) for _, part in env_groups(envs)] == [(0, 2), (2, 4), (4, 6)]
+    assert len({seed for group, _ in envs.groups for seed in group.unwrapped.level_seeds()}) == 6
+    assert [(part.start, part.stop) for _, part in envs.groups] == [(0, 2), (2, 4), (4, 6)]
     envs.close()
     envs = make_envs("CartPole-v1", 4, seed=1, num_groups=2)
     obs, _ = envs.reset(seed=1)

@@ -2,16 +2,20 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from common.envs import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv, RecordFirstEnv, RewardNormalizer, make_envs
+from common.envs import finished_episodes, make_envs
 from common.errors import InputError
+from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
+from common.reward_scale import RewardNormalizer, merge_moments, moments
 
 ROOT = Path(__file__).parent.parent
 
@@ -174,12 +178,13 @@ def test_procgen_tables_are_those_of_the_package():
     assert sorted(PROCGEN_MODES["exploration"]) == sorted(env.EXPLORATION_LEVEL_SEEDS)
 
 
-def test_procgen_every_supported_pair_of_game_and_mode_can_be_made(tmp_path):
+def test_procgen_every_supported_pair_of_game_and_mode_can_be_made_and_prints_nothing(tmp_path):
     # In a process of its own: on an unsupported pair the C++ code aborts the whole process. The last line printed is
     # then the culprit.
     code = """
 import numpy as np
-from common.envs import PROCGEN_MODES, make_envs
+from common.envs import make_envs
+from common.procgen_env import PROCGEN_MODES
 for mode, games in PROCGEN_MODES.items():
     for game in games:
         print(game, mode, flush=True)
@@ -190,7 +195,8 @@ for mode, games in PROCGEN_MODES.items():
 """
     result = run_python(code, tmp_path)
     assert result.returncode == 0, f"aborted at {result.stdout.splitlines()[-1:]}: {result.stderr}"
-    assert len(result.stdout.splitlines()) == sum(map(len, PROCGEN_MODES.values()))
+    pairs = [f"{game} {mode}" for mode, games in PROCGEN_MODES.items() for game in games]
+    assert (result.stdout.splitlines(), result.stderr) == (pairs, "")  # the packages below print nothing
 
 
 def test_procgen_exploration_is_one_level_and_hard_differs_from_easy():
@@ -203,12 +209,6 @@ def test_procgen_exploration_is_one_level_and_hard_differs_from_easy():
         frames.append(envs.reset()[0])
         envs.close()
     assert not np.array_equal(*frames)
-
-
-def test_procgen_prints_nothing(tmp_path):
-    code = "from common.envs import make_envs; make_envs('coinrun', 1, seed=0).close()"
-    result = run_python(code, tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("game", ["chaser", "starpilot", "bossfight"])
@@ -227,7 +227,72 @@ def test_procgen_reward_of_the_last_action_belongs_to_the_episode_it_ends():
         assert infos[t]["episode"]["r"][env] == rewards[t, env] == (10 if won[t, env] else 0)
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_procgen_goes_on_from_a_saved_state(num_groups):
+    """Frames, rewards, ends of episodes, and the returns and lengths of episodes that had begun before."""
+    before, after = random_actions(60, 4), random_actions(100, 4, seed=1)
+    envs, other = (procgen_envs("bossfight", 4, seed=seed, num_groups=num_groups) for seed in (1, 2))
+
+    def step(envs, actions):
+        """Rewards, terminations, frames and episodes."""
+        results = [group.step(actions[part]) for group, part in envs.groups]
+        frames, rewards, terminations, _ = (np.concatenate([result[n] for result in results]) for n in range(4))
+        assert np.array_equal(frames, envs.obs)
+        episodes = [finished_episodes(each[4]) for each in results]
+        return rewards.tolist(), terminations.tolist(), zlib.crc32(frames), episodes
+
+    envs.reset(), other.reset()
+    for actions in before:
+        step(envs, actions)
+    state, obs = envs.state_dict(), envs.obs
+    expected = [step(envs, actions) for actions in after]
+    assert sum(sum(terminations) for _, terminations, *_ in expected) >= 4
+    other.load_state_dict(state)
+    assert np.array_equal(other.obs, obs)
+    assert [step(other, actions) for actions in after] == expected
+    envs.close(), other.close()
+
+
+def test_procgen_replay_shows_the_frames_again():
+    envs = procgen_envs("starpilot", 4, num_groups=2)
+    envs.reset()
+    start, actions = envs.states(), torch.as_tensor(random_actions(12, 4)).view(3, 4, 4)
+    seen = torch.empty(3, 4, 4, 64, 64, 3, dtype=torch.uint8)
+    for k, t in np.ndindex(3, 4):
+        seen[k, t] = torch.as_tensor(envs.obs)
+        for group, part in envs.groups:
+            group.step(actions[k, t, part].numpy())
+    last, frames = envs.obs.copy(), torch.empty_like(seen)
+    envs.replay(start, actions, frames)
+    assert torch.equal(frames, seen)
+    assert np.array_equal(envs.obs, last)
+    with pytest.raises(InputError, match="the environments do not repeat what they did"):
+        envs.replay(start, actions.flip(0), frames)
+    envs.close()
+
+
 # --------------------------------------------------------------------------------------------------------- Gymnasium
+
+
+def test_gymnasium_tasks_start_new_episodes_and_say_so(capsys):
+    envs = make_envs("CartPole-v1", 2, seed=0)
+    first = envs.reset(seed=0)[0].copy()
+    envs.step(np.zeros(2, np.int64))
+    state = envs.state_dict()
+    assert not envs.restorable
+    assert state == {"states": [{}, {}]}
+    envs.load_state_dict(state)
+    note = "note: these environments cannot be put back where they were: they start new episodes\n"
+    assert capsys.readouterr().err == note
+    assert np.abs(envs.obs).max() <= 0.05  # as CartPole begins an episode
+    assert not np.array_equal(envs.obs, first)  # but another than the run began with
+    *_, infos = envs.step(np.zeros(2, np.int64))
+    for _ in range(20):
+        if "episode" in infos:
+            break
+        *_, infos = envs.step(np.zeros(2, np.int64))
+    assert infos["episode"]["r"].max() <= 21  # without the step of before
+    envs.close()
 
 
 def test_gymnasium_cartpole_shapes_and_episodes():
@@ -424,6 +489,20 @@ def test_normalizer_continues_from_its_saved_state():
     assert copy.state_dict() == original.state_dict()
 
 
+def test_moments_of_a_union():
+    x = np.random.default_rng(0).normal(3, 2, 30)
+    for cut in (1, 10, 29):
+        merged = merge_moments(moments(x[:cut]), moments(x[cut:]))
+        np.testing.assert_allclose(merged, (30, x.mean(), x.var()), rtol=1e-12)
+
+
+def test_rewards_stay_as_they_are_without_normalisation():
+    rewards, dones = segment(np.random.default_rng(0))
+    normalizer = RewardNormalizer(3, 0.99, "none")
+    assert normalizer(rewards, dones) is rewards
+    assert normalizer.state_dict() == RewardNormalizer(3, 0.99).state_dict()
+
+
 def test_gymnasium_task_that_cannot_render():
     envs = make_envs("TestBlind-v0", 2, seed=0)
     assert envs.reset()[0].tolist() == [[0], [0]]
@@ -441,8 +520,9 @@ def read_video(path):
 
 def test_videos_of_the_first_environment(tmp_path):
     pytest.importorskip("av")
-    envs = RecordFirstEnv(procgen_envs("dodgeball", 2, capture_video=True), tmp_path / "videos")
+    envs = procgen_envs("dodgeball", 2, capture_video=True)
     envs.reset()
+    envs.film(tmp_path / "videos")
     first_frame = envs.render()[0]
     rng, lengths = np.random.default_rng(0), []
     for _ in range(2000):
@@ -466,8 +546,10 @@ def test_videos_of_the_first_environment(tmp_path):
 
 def test_video_of_an_episode_that_has_not_ended(tmp_path):
     pytest.importorskip("av")
-    envs = RecordFirstEnv(procgen_envs("starpilot", 2, capture_video=True), tmp_path / "videos")
+    envs = procgen_envs("starpilot", 2, capture_video=True)
     envs.reset()
+    envs.step(np.zeros(2, np.int64))  # nothing is written until there is a folder
+    envs.film(tmp_path / "videos")
     for _ in range(5):
         envs.step(np.zeros(2, np.int64))
     envs.close()

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tyro
+from fast import small_networks
 from PIL import Image
 
 import impala
@@ -17,12 +19,12 @@ import ppo
 from common.envs import make_envs
 from common.errors import InputError
 from common.evaluation import evaluation_seed
-from common.run import lock_folder
+from common.files import lock_folder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import evaluate
 
-SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 128, "device": "cpu"}
+SMALL = {"num_envs": 4, "num_steps": 2, "num_minibatches": 2, "total_timesteps": 8, "device": "cpu"}
 
 
 def train(script, runs_dir, env_id, **settings):
@@ -30,9 +32,16 @@ def train(script, runs_dir, env_id, **settings):
     return script.main(script.Args(**SMALL | more | {"env_id": env_id, "runs_dir": str(runs_dir)} | settings))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _fast_runs():
+    with small_networks():
+        yield
+
+
 @pytest.fixture(scope="module")
-def coinrun(tmp_path_factory):
-    return train(ppo, tmp_path_factory.mktemp("runs"), "coinrun", num_levels=3, start_level=4)
+def bossfight(tmp_path_factory):
+    """A run on a game of short episodes, and of frames that change little from step to step."""
+    return train(ppo, tmp_path_factory.mktemp("runs"), "bossfight", num_levels=3, start_level=4)
 
 
 @pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
@@ -64,7 +73,7 @@ def test_figures_of_known_returns(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("levels", "expected"), [("train", {4, 5, 6}), ("unseen", None), ("all", None)])
-def test_levels(coinrun, levels, expected, monkeypatch):
+def test_levels(bossfight, levels, expected, monkeypatch):
     made = []
 
     def keep(*args, **settings):
@@ -74,7 +83,7 @@ def test_levels(coinrun, levels, expected, monkeypatch):
     monkeypatch.setattr(evaluate, "make_envs", keep)
     monkeypatch.setattr(evaluate, "play", lambda *args, **rest: (np.zeros((32, 1)),) * 2)
     monkeypatch.setattr("common.envs.ProcgenVectorEnv.close_extras", lambda *args, **rest: None)
-    evaluate.main(evaluate.Args(coinrun, episodes=32, num_envs=32, levels=levels, device="cpu"))
+    evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu"))
     seeds = made[-1].unwrapped.level_seeds()
     if expected:
         assert set(seeds) == expected
@@ -96,9 +105,9 @@ def test_level_ranges():
     assert evaluation_seed(1) not in (1, evaluation_seed(2))
 
 
-def test_a_gif(coinrun, tmp_path):
+def test_a_gif(bossfight, tmp_path):
     path = tmp_path / "out.gif"
-    args = evaluate.Args(coinrun, episodes=6, num_envs=6, levels="train", device="cpu", video=path)
+    args = evaluate.Args(bossfight, episodes=6, num_envs=6, levels="train", device="cpu", video=path)
     args.video_seconds, args.video_size = 0.5, 40  # at 15 frames a second
     evaluate.main(args)
     with Image.open(path) as gif:
@@ -107,10 +116,10 @@ def test_a_gif(coinrun, tmp_path):
     assert all(tile.std() > 10 for tile in tiles)
 
 
-def test_a_video(coinrun, tmp_path):
+def test_a_video(bossfight, tmp_path):
     av = pytest.importorskip("av")
     path = tmp_path / "out.mp4"
-    args = evaluate.Args(coinrun, episodes=2, num_envs=2, device="cpu", video=path, video_grid=(2, 1))
+    args = evaluate.Args(bossfight, episodes=2, num_envs=2, device="cpu", video=path, video_grid=(2, 1))
     args.video_seconds = 0.4
     evaluate.main(args)
     with av.open(str(path)) as video:
@@ -118,7 +127,7 @@ def test_a_video(coinrun, tmp_path):
     assert len(frames) == 6
     assert frames[0].shape == (512, 1024, 3)
     envs = make_envs(
-        "coinrun", 2, seed=evaluation_seed(1), capture_video=True
+        "bossfight", 2, seed=evaluation_seed(1), capture_video=True
     )  # the first frame is that after a step, nearly the first of all
     assert abs(frames[0].astype(float) - np.concatenate(envs.render(), axis=1)).mean() < 12
     envs.close()
@@ -133,13 +142,14 @@ def test_a_video(coinrun, tmp_path):
         ({"video": Path("nowhere/out.gif")}, "there is no nowhere"),
         ({"video": Path("out.gif"), "episodes": 5}, "--video-grid needs 6 environments"),
         ({"video": Path("out.gif"), "video_seconds": 0}, "--video-seconds"),
+        ({"video": Path("out.gif"), "video_grid": (3, 0)}, "--video-grid 0"),
         ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
         ({"device": "cuda:77"}, "--device cuda:77"),
     ],
 )
-def test_bad_settings(coinrun, settings, words):
+def test_bad_settings(bossfight, settings, words):
     with pytest.raises(InputError, match=words):
-        evaluate.main(evaluate.Args(coinrun, **settings))
+        evaluate.main(evaluate.Args(bossfight, **settings))
 
 
 def test_a_grid_of_several_games(tmp_path):
@@ -150,11 +160,11 @@ def test_a_grid_of_several_games(tmp_path):
         evaluate.main(args)
 
 
-def test_bad_run_folders(coinrun, tmp_path):
+def test_bad_run_folders(bossfight, tmp_path):
     with pytest.raises(InputError, match="is no run folder"):
         evaluate.main(evaluate.Args(tmp_path))
     copy = tmp_path / "copy"
-    shutil.copytree(coinrun, copy)
+    shutil.copytree(bossfight, copy)
     saved = torch.load(copy / "model.pt", weights_only=True)
     torch.save(saved | {"agent": {"x": torch.zeros(1)}}, copy / "model.pt")
     with pytest.raises(InputError, match="of another network"):
@@ -168,11 +178,11 @@ def test_bad_run_folders(coinrun, tmp_path):
         evaluate.main(evaluate.Args(copy))
 
 
-def test_from_the_command_line(coinrun):
-    words = [sys.executable, "benchmarks/evaluate.py", str(coinrun), "--episodes", "2", "--levels", "train"]
-    root = Path(__file__).parent.parent
-    result = subprocess.run(words, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "coinrun IQM: " in result.stdout
-    result = subprocess.run([*words, "--video", "x.avi"], cwd=root, capture_output=True, text=True)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+def test_from_the_command_line(bossfight):
+    words = [str(bossfight), "--levels", "train", "--video-grid", "2", "1", "--video", "x.avi"]
+    args = tyro.cli(evaluate.Args, args=words)
+    assert (args.run_dir, args.levels, args.video_grid, args.video) == (bossfight, "train", (2, 1), Path("x.avi"))
+    command = [sys.executable, "benchmarks/evaluate.py", *words]
+    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert result.stderr.startswith("error: --video x.avi")

@@ -6,6 +6,7 @@ import torch
 import ppg
 import ppo
 
+pytestmark = pytest.mark.quick
 T, N = 12, 5
 GAMMA, LAMBDA = 0.97, 0.9
 
@@ -44,8 +45,8 @@ def gae_by_definition(rollout, last_value, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("script", [ppo, ppg])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@pytest.mark.parametrize("seed", range(3))
 def test_gae_is_the_weighted_mean_of_k_step_advantages(script, seed):
     rollout, last_value = random_rollout(seed)
     expected = gae_by_definition(rollout, last_value, GAMMA, LAMBDA)

@@ -7,33 +7,37 @@ import itertools
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fast import Fork, run_script, small_networks
 from helpers import deterministic_files, evaluate, parameters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_losses import ACTION_SPACES, VECTOR
+from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD
 
+import common.session
 import impala
 from common.actors import ActorThreads
-from common.envs import RewardNormalizer, make_envs
+from common.envs import make_envs
 from common.errors import TrainingError
+from common.reward_scale import RewardNormalizer
 
-ROOT = Path(__file__).parent.parent
-SPACES = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+quick = pytest.mark.quick
 
 
 def make_agent(space=ACTION_SPACES["discrete"], obs_space=VECTOR, **settings):
     torch.manual_seed(0)
     small = {"feature_dim": 8, "hidden_dim": 8, "num_actors": 0, "num_minibatches": 2, "device": "cpu"}
     args = impala.Args(**small | settings)
-    return impala.Agent(obs_space, space, args), args
+    agent = impala.Agent(obs_space, space, args)
+    for parameter in agent.policy_head.parameters():  # a policy far from uniform
+        parameter.data += 0.5 * torch.randn_like(parameter)
+    return agent, args
 
 
 def random_unrolls(agent, space, num_steps=6, batch_size=4, end=0.3):
@@ -50,13 +54,13 @@ def random_unrolls(agent, space, num_steps=6, batch_size=4, end=0.3):
     return impala.Unroll(obs, actions, logprobs, rewards, dones, truncation_values, state)
 
 
-def play(env_id, num_envs, num_steps, count, **settings):
+def play(env_id, num_envs, num_steps, count, prepare=lambda agent: None, **settings):
     """The first `count` unrolls that an actor yields, and its agent."""
     envs = make_envs(env_id, num_envs, seed=0)
-    agent, _ = make_agent(envs.single_action_space, envs.single_observation_space, **settings)
-    args = impala.Args(num_steps=num_steps, seed=0, **settings)
-    policy, device = impala.PublishedPolicy(agent, 0), torch.device("cpu")
-    actor = impala.act(envs, 10, policy, {}, args, device, threading.Event())
+    envs.reset(seed=0)
+    agent, args = make_agent(envs.single_action_space, envs.single_observation_space, num_steps=num_steps, **settings)
+    prepare(agent)
+    actor = impala.act(envs, 10, [(agent, 0)], {}, args, threading.Event())
     unrolls = [next(actor) for _ in range(count)]
     actor.close()
     envs.close()
@@ -104,11 +108,12 @@ def test_without_lstm_there_is_no_state():
 # ------------------------------------------------------------------------------------------------------------- learner
 
 
+@quick
 @SPACES
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_update_follows_the_gradient_of_the_weighted_sum(space, use_lstm):
     """A step of plain gradient descent moves the parameters by minus the gradient of the losses, written out here."""
-    weights = {"ent_coef": 0.03, "baseline_coef": 0.7, "max_grad_norm": None}
+    weights = {"ent_coef": 0.03, "vf_coef": 0.7, "max_grad_norm": None}
     settings = {"gamma": 0.9, "vtrace_lambda": 0.8, "rho_bar": 1.1, "c_bar": 0.9, "pg_rho_bar": 1.2}
     agent, args = make_agent(space, use_lstm=use_lstm, num_minibatches=1, sample_fraction=1, **settings, **weights)
     batch = random_unrolls(agent, space)
@@ -131,7 +136,7 @@ def test_update_follows_the_gradient_of_the_weighted_sum(space, use_lstm):
         for name, parameter in agent.named_parameters()
     }
 
-    metrics = impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args)
+    metrics = impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args, WORLD)
     for name, parameter in agent.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], msg=name)
     assert metrics["losses/rho"].item() == pytest.approx(ratio.mean().item())
@@ -140,8 +145,27 @@ def test_update_follows_the_gradient_of_the_weighted_sum(space, use_lstm):
     assert metrics["losses/pg_rho_clipfrac"].item() == pytest.approx((ratio > 1.2).float().mean().item())
     assert 0 < metrics["losses/rho_clipfrac"] < metrics["losses/c_clipfrac"] < 1
     assert metrics["losses/behaviour_kl"].item() == pytest.approx((ratio - 1 - ratio.log()).mean().item(), abs=1e-6)
+    assert metrics["losses/entropy"].item() == pytest.approx(dist.entropy().mean().item(), rel=1e-4)
     unexplained = (targets[:-1] - v[:-1]).var() / targets[:-1].var()
     assert metrics["losses/explained_variance"].item() == pytest.approx(1 - unexplained.item(), rel=1e-4)
+
+
+@quick
+@SPACES
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_the_entropy_bonus_raises_the_entropy(space, use_lstm):
+    """Alone, without rewards and values."""
+    bonus = {"ent_coef": 1.0, "vf_coef": 0.0, "max_grad_norm": None}
+    agent, args = make_agent(space, use_lstm=use_lstm, num_minibatches=1, sample_fraction=1, **bonus)
+    agent.value_head.weight.data.zero_()
+    batch, entropies = random_unrolls(agent, space), []
+    batch = batch._replace(rewards=torch.zeros(6, 4), truncation_values=torch.zeros(6, 4))
+    for _ in range(2):
+        with torch.no_grad():
+            params, _ = agent.unroll(batch.obs, batch.state, batch.dones)
+        entropies.append(impala.action_dist(space, params[:-1]).entropy().mean().item())
+        impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.3), batch, args, WORLD)
+    assert entropies[1] > entropies[0] + 1e-3
 
 
 class Spy:
@@ -170,7 +194,7 @@ def test_minibatches_make_one_pass(use_lstm, num_minibatches, clip_coef, fractio
     for name, spy in spies.items():
         monkeypatch.setattr(impala, name, spy)
     monkeypatch.setattr(agent, "unroll", unroll := Spy(agent.unroll))
-    impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args)
+    impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args, WORLD)
 
     (((logratio, _, _, seen_values, *_), (targets, advantages)),) = spies["vtrace"].calls
     torch.testing.assert_close(logratio, logprobs - batch.logprobs)
@@ -199,6 +223,27 @@ def test_minibatches_make_one_pass(use_lstm, num_minibatches, clip_coef, fractio
     assert len(drawn) == len(set(drawn)) == (5 * 5 if use_lstm else 5 * 7 * fraction)  # 5 of 7 unrolls
 
 
+@quick
+@pytest.mark.parametrize(("micro_batch_size", "num_steps", "expected"), [
+    (10, 5, [2, 2, 2, 1]), (35, 5, [7]), (1, 5, [1] * 7), (None, 128, [4, 3]),  # None: 512 steps
+])  # fmt: skip
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_vtrace_takes_the_batch_in_pieces(micro_batch_size, num_steps, expected, num_minibatches, monkeypatch):
+    """Whole unrolls, as many as --micro-batch-size has room for, however many minibatches the pass then makes."""
+    agent, args = make_agent(micro_batch_size=micro_batch_size, num_minibatches=num_minibatches)
+    batch, sizes, unroll = random_unrolls(agent, agent.action_space, num_steps, batch_size=7), [], agent.unroll
+
+    def spy(obs, state, dones):
+        if not torch.is_grad_enabled():
+            sizes.append(obs.shape[:2])
+        return unroll(obs, state, dones)
+
+    monkeypatch.setattr(agent, "unroll", spy)
+    impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args, WORLD)
+    assert sizes == [(num_steps + 1, unrolls) for unrolls in expected]
+
+
+@quick
 def test_losses_by_hand():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     loss, _ = impala.policy_loss(logprobs, logprobs.detach(), torch.tensor([[3.0, -1.0]]), math.inf)
@@ -235,7 +280,7 @@ def test_stacked_unrolls_lie_side_by_side():
 
 def test_unrolls_align_time_and_bootstrap_truncations():
     """TestCount-v0 shows the step's number in the episode and is cut by a time limit after step 5."""
-    unrolls, agent = play("TestCount-v0", num_envs=2, num_steps=6, count=4, reward_norm="none", use_lstm=True)
+    unrolls, agent = play("TestCount-v0", num_envs=2, num_steps=6, count=4, norm_reward="none", use_lstm=True)
     first, second = unrolls[0], unrolls[2]  # two unrolls of environment 10
     assert [each.env for each in unrolls] == [10, 11, 10, 11]
     assert torch.cat([first.unroll.obs, second.unroll.obs])[:, 0].tolist() == [0, 1, 2, 3, 4, 0, 1, 1, 2, 3, 4, 0, 1, 2]
@@ -255,6 +300,40 @@ def test_unrolls_align_time_and_bootstrap_truncations():
     torch.testing.assert_close(second.unroll.state, state[:, 0].detach())
 
 
+@quick
+@pytest.mark.parametrize("norm_reward", ["none", "clip", "return"])
+def test_a_reward_for_the_last_step_alone_is_learnt_from(norm_reward, monkeypatch):
+    """TestLast-v0 pays 1 for step 3, the end of its episode, and nothing else. All values are .5 here."""
+
+    def prepare(agent):
+        agent.value_head.weight.data.zero_()
+        agent.value_head.bias.data.fill_(0.5)
+
+    settings = {"norm_reward": norm_reward, "gamma": 0.9, "vtrace_lambda": 0.8, "num_steps": 8}
+    unrolls, agent = play("TestLast-v0", num_envs=2, count=2, prepare=prepare, **settings)
+    ends = (torch.arange(8) % 3 == 2).float()
+    for each in unrolls:
+        assert each.unroll.dones.tolist() == each.unroll.rewards.tolist() == ends.tolist()
+    batch = impala.stack_unrolls([each.unroll for each in unrolls])
+    if norm_reward == "return":
+        batch = batch._replace(rewards=impala.scale_rewards(batch, [0, 1], RewardNormalizer(2, 0.9)))
+    scale = batch.rewards[2, 0].item()
+    assert scale > 0
+    monkeypatch.setattr(impala, "vtrace", vtrace := Spy(impala.vtrace))
+    impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, make_agent(**settings)[1], WORLD)
+    ((_, (targets, advantages)),) = vtrace.calls
+    last = scale - 0.5  # what the target adds to the value
+    before = 0.9 * 0.5 - 0.5 + 0.9 * 0.8 * last
+    first = 0.9 * 0.5 - 0.5 + 0.9 * 0.8 * before
+    open_end = 0.9 * 0.5 - 0.5  # of the episode that goes on after the unroll
+    added = [first, before, last] * 2 + [open_end + 0.9 * 0.8 * open_end, open_end]
+    after = [before, last, None] * 2 + [open_end, 0]
+    for n in range(2):
+        assert (targets[:, n] - 0.5).tolist() == pytest.approx(added, rel=1e-5)
+        expected = [scale - 0.5 if each is None else 0.9 * (0.5 + each) - 0.5 for each in after]
+        assert advantages[:, n].tolist() == pytest.approx(expected, rel=1e-5)
+
+
 def test_terminations_are_not_bootstrapped():
     unrolls, _ = play("TestBits-v0", num_envs=2, num_steps=10, count=2)
     for each in unrolls:
@@ -263,7 +342,7 @@ def test_terminations_are_not_bootstrapped():
 
 
 def test_unrolls_hold_what_the_policy_did():
-    unrolls, agent = play("TestBits-v0", num_envs=4, num_steps=8, count=4, reward_norm="none", use_lstm=True)
+    unrolls, agent = play("TestBits-v0", num_envs=4, num_steps=8, count=4, norm_reward="none", use_lstm=True)
     batch = impala.stack_unrolls([each.unroll for each in unrolls])
     with torch.no_grad():
         params, _ = agent.unroll(batch.obs, batch.state, batch.dones)
@@ -311,15 +390,23 @@ def short_args(tmp_path, **settings):
     return impala.Args(**{"env_id": "CartPole-v1", "runs_dir": str(tmp_path), "device": "cpu"} | sizes | settings)
 
 
-def test_every_unroll_is_played_by_one_published_policy(tmp_path, monkeypatch):
-    """Not by half of an update, nor by two policies: its probabilities are those of the version that it names."""
-    versions, seen = {}, []
+@pytest.fixture
+def copies(monkeypatch):
+    """The agents that `main` publishes, in order of their versions, each with a copy of the time when it was."""
+    found = []
 
-    class Published(impala.PublishedPolicy):
-        def __setattr__(self, name, value):
-            agent, version = value
-            versions[version] = copy.deepcopy(agent)
-            super().__setattr__(name, value)
+    def deepcopy(agent):
+        published = copy.deepcopy(agent)
+        found.append((published, copy.deepcopy(agent)))
+        return published
+
+    monkeypatch.setattr(impala, "copy", SimpleNamespace(deepcopy=deepcopy))
+    return found
+
+
+def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkeypatch):
+    """Not by half of an update, nor by two policies: its probabilities are those of the version that it names."""
+    seen = []
 
     class Recorded(ActorThreads):
         def __next__(self):
@@ -327,30 +414,20 @@ def test_every_unroll_is_played_by_one_published_policy(tmp_path, monkeypatch):
             seen.extend(batch)
             return batch
 
-    monkeypatch.setattr(impala, "PublishedPolicy", Published)
-    monkeypatch.setattr(impala, "ActorThreads", Recorded)
-    args = short_args(tmp_path, num_actors=2, learning_rate=0.01, use_lstm=True, total_timesteps=40 * 32)
+    monkeypatch.setattr(common.session, "ActorThreads", Recorded)
+    args = short_args(tmp_path, num_actors=2, learning_rate=0.01, use_lstm=True, total_timesteps=20 * 32)
     impala.main(args)
-    assert sorted(versions) == list(range(41))
+    assert len(copies) == 21
+    for published, then in copies:  # no training has touched it
+        assert all(map(torch.equal, published.state_dict().values(), then.state_dict().values()))
+    assert not torch.equal(copies[0][1].value_head.weight, copies[1][1].value_head.weight)
     assert len({each.version for each in seen}) > 5
     for each in seen:
-        agent, unroll = versions[each.version], impala.stack_unrolls([each.unroll])
+        (_, agent), unroll = copies[each.version], impala.stack_unrolls([each.unroll])
         with torch.no_grad():
             params, _ = agent.unroll(unroll.obs, unroll.state, unroll.dones)
         dist = impala.action_dist(agent.action_space, params[:-1])
         torch.testing.assert_close(dist.log_prob(unroll.actions), unroll.logprobs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_published_policy_is_not_touched_by_training():
-    agent, args = make_agent()
-    policy = impala.PublishedPolicy(agent, 0)
-    published, version = policy.newest
-    before = copy.deepcopy(published.state_dict())
-    impala.update(agent, torch.optim.Adam(agent.parameters(), lr=0.1), random_unrolls(agent, agent.action_space), args)
-    assert all(torch.equal(before[name], value) for name, value in published.state_dict().items())
-    policy.publish(agent)
-    assert (version, policy.newest[1]) == (0, 1)
-    assert not torch.equal(policy.newest[0].value_head.weight, published.value_head.weight)
 
 
 def count_up(stop, name=0, delay=0.0, log=None):
@@ -389,7 +466,7 @@ def test_a_slow_learner_fills_the_queue_and_no_more(stop):
         assert (threads.queue.qsize(), len(log)) == (3, taken + 4)
     threads.pop_metrics()
     for _ in range(3):
-        time.sleep(0.5)
+        time.sleep(0.25)
         next(threads)
     metrics = threads.pop_metrics()
     assert 0.6 < metrics["charts/actor_idle"] < 1.1
@@ -465,9 +542,9 @@ def test_a_stopped_process_does_not_count_as_hanging(stop):
 def test_lag_counts_updates_between_acting_and_learning(tmp_path, monkeypatch):
     """In turn, with 8 environments and batches of 4 unrolls, every second batch is an update old."""
     logged = {}
-    log = impala.Run.log
+    log = common.session.Run.log
     monkeypatch.setattr(
-        impala.Run, "log", lambda run, step, metrics: logged.update({step: metrics}) or log(run, step, metrics)
+        common.session.Run, "log", lambda run, step, metrics: logged.update({step: metrics}) or log(run, step, metrics)
     )
     impala.main(short_args(tmp_path, num_actors=0, num_envs=8, log_interval=1, total_timesteps=4 * 32))
     assert [logged[step]["charts/policy_lag_max"] for step in sorted(logged)] == [0, 1, 0, 1]
@@ -476,18 +553,21 @@ def test_lag_counts_updates_between_acting_and_learning(tmp_path, monkeypatch):
 
 def episodes_of(run_dir):
     """The rows of episodes.csv without the wall-clock."""
-    rows = [line.split(",") for line in (run_dir / "episodes.csv").read_text().splitlines()]
+    rows = [line.split(",") for line in rows_of(run_dir / "episodes.csv")]
     return [[row[0], *row[2:]] for row in rows]
 
 
+TINY = {"num_steps": 2, "total_timesteps": 24, "feature_dim": 16, "num_threads": 1}  # three batches of eight frames
+
+
 @pytest.mark.parametrize("settings", [
-    {"env_id": "starpilot", "use_lstm": True}, {"env_id": "coinrun,maze"}, {}, {"env_id": "Pendulum-v1", "num_envs": 6},
-    {"env_id": "starpilot", "precision": "bf16", "optimizer": "rmsprop", "anneal_lr": True},
-])  # fmt: skip
+    {"env_id": "coinrun,maze", "use_lstm": True, **TINY}, {}, {"env_id": "Pendulum-v1", "num_envs": 6},
+    {"env_id": "starpilot", "precision": "bf16", "optimizer": "rmsprop", "anneal_lr": True, **TINY},
+], ids=["procgen", "cartpole", "pendulum", "bf16"])  # fmt: skip
 def test_acting_and_learning_in_turn_repeats_bit_for_bit(settings, tmp_path):
+    settings = {"total_timesteps": 160, **settings}
     first, second, other = (
-        impala.main(short_args(tmp_path, num_actors=0, seed=seed, total_timesteps=160, **settings))
-        for seed in (5, 5, 6)
+        impala.main(short_args(tmp_path, num_actors=0, seed=seed, **settings)) for seed in (5, 5, 6)
     )
     a, b, c = (parameters(run_dir) for run_dir in (first, second, other))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -496,10 +576,10 @@ def test_acting_and_learning_in_turn_repeats_bit_for_bit(settings, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [
-    {"env_id": "starpilot", "use_lstm": True, "precision": "bf16"}, {"env_id": "coinrun,maze", "reward_norm": "clip"},
-    {"env_id": "TestDouble-v0", "num_actors": 1}, {"env_id": "TestBits-v0", "batch_size": 3},
-    {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "reward_norm": "none"},
-])  # fmt: skip
+    {"env_id": "coinrun,maze", "use_lstm": True, "precision": "bf16", "log_interval": 8, **TINY},
+    {"env_id": "TestDouble-v0", "num_actors": 1, "norm_reward": "clip"}, {"env_id": "TestBits-v0", "batch_size": 3},
+    {"env_id": "Pendulum-v1", "optimizer": "rmsprop", "norm_reward": "none"},
+], ids=["procgen", "double", "bits", "pendulum"])  # fmt: skip
 def test_asynchronous_runs(settings, tmp_path):
     run_dir = impala.main(short_args(tmp_path, **{"num_actors": 2} | settings))
     assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
@@ -508,14 +588,17 @@ def test_asynchronous_runs(settings, tmp_path):
         assert len(events.Scalars(f"charts/{tag}")) >= 3
 
 
-def test_actors_play_different_levels():
+def test_actors_play_different_levels(tmp_path):
     levels = []
     for seed in (1, 2, 3):
-        for number in range(4):
-            envs = make_envs("starpilot", 2, seed=impala.group_seed(seed, number))
-            levels += envs.unwrapped.level_seeds()
-            envs.close()
+        with common.session.Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py") as session:
+            levels += [level for n in range(4) for level in session.make_envs(2, n).unwrapped.level_seeds()]
     assert len(set(levels)) == 24
+    with common.session.Session(short_args(tmp_path), "impala.py") as session:
+        actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
+    one = make_envs("CartPole-v1", 6, seed=1)
+    assert np.array_equal(one.reset(seed=1)[0], actors)  # as Gymnasium seeds them: 1, 2, ..., 6
+    one.close()
 
 
 def test_every_episode_is_counted_once(tmp_path):
@@ -566,38 +649,17 @@ def test_a_crashing_actor_ends_the_run(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("actor")]
 
 
-@contextlib.contextmanager
-def started(tmp_path, *words):
-    """A long run in a session of its own, that has made some progress."""
-    sizes = ["--num-envs=8", "--num-steps=4", "--batch-size=8", "--num-minibatches=2", "--log-interval=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-u", ROOT / "impala.py", *sizes, "--device=cpu", *words],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell's children ignore it
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not any(len(path.read_text().splitlines()) > 3 for path in tmp_path.glob("runs/*/progress.csv")):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield process
-    finally:
-        process.kill()
+def rows_of(path):
+    return path.read_text().splitlines()
 
 
-def processes_of_session(session):
-    """The processes that belong to a session, zombies not counted."""
+def children_of(parent):
+    """The processes that a process has started, zombies not counted."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
-            if int(sid) == session and state != "Z":
+            state, ppid = rows_of(path)[0].rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
                 found.append(path.parent.name)
     return found
 
@@ -606,71 +668,57 @@ def processes_of_session(session):
     ("sent", "code", "num_actors"),
     [
         ([signal.SIGINT], 130, 0),
-        ([signal.SIGINT], 130, 2),
         ([signal.SIGTERM], 143, 2),
         ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130, 2),  # the first counts
     ],
 )
 def test_signals_end_a_run(sent, code, num_actors, tmp_path):
-    with started(tmp_path, "--env-id", "starpilot", "--num-actors", str(num_actors)) as process:
-        assert processes_of_session(process.pid) == [str(process.pid)]
-        start = time.monotonic()
-        for each in sent:
-            process.send_signal(each)
-            time.sleep(0.02)
-        output, errors = process.communicate(timeout=30)
-        assert time.monotonic() - start < 5
-    assert process.returncode == code
-    assert not processes_of_session(process.pid)
-    assert errors == f"stopped by {'Ctrl-C' if code == 130 else 'SIGTERM'}\n"
+    words = ["--env-id=starpilot", f"--num-actors={num_actors}", "--num-envs=8", "--num-steps=4", "--batch-size=8"]
+    words += ["--num-minibatches=2", "--log-interval=1", "--device=cpu", f"--runs-dir={tmp_path / 'runs'}"]
+    process = Fork(tmp_path, run_script, "impala", words)
+    process.wait_for(lambda: any(len(rows_of(path)) > 3 for path in tmp_path.glob("runs/*/progress.csv")))
+    assert not children_of(process.process.pid)
+    start = time.monotonic()
+    for each in sent:
+        process.send(each)
+        time.sleep(0.02)
+    assert process.wait(30) == code
+    assert time.monotonic() - start < 5
+    assert process.errors == f"stopped by {'Ctrl-C' if code == 130 else 'SIGTERM'}\n"
     (path,) = tmp_path.glob("runs/*/model.pt")
-    assert output.splitlines()[-2].startswith("stopped: ")
-    assert output.splitlines()[-1].startswith("resume with: python impala.py --resume runs/")
+    lines = process.output.splitlines()
+    assert lines[-2].startswith("stopped: ")
+    assert lines[-1].startswith(f"resume with: python impala.py --resume {tmp_path / 'runs'}/")
     saved = torch.load(path, weights_only=True)
     assert saved["step"] > 0
     assert all(value.isfinite().all() for value in saved["agent"].values())
 
 
-def test_a_model_saved_on_a_signal_is_a_published_one(tmp_path, monkeypatch):
+def test_a_model_saved_on_a_signal_is_a_published_one(copies, tmp_path, monkeypatch):
     """The learner's own parameters may be half of a step ahead."""
-    published = []
-
-    class Published(impala.PublishedPolicy):
-        def __setattr__(self, name, value):
-            published.append(copy.deepcopy(value[0].state_dict()))
-            super().__setattr__(name, value)
 
     def update(agent, *rest):
-        if len(published) == 4:
+        if len(copies) == 4:
             agent.value_head.weight.data += 1  # some of the parameters have been stepped
             raise KeyboardInterrupt
         return original(agent, *rest)
 
     original = impala.update
-    monkeypatch.setattr(impala, "PublishedPolicy", Published)
     monkeypatch.setattr(impala, "update", update)
     with pytest.raises(KeyboardInterrupt):
         impala.main(short_args(tmp_path, num_actors=2, total_timesteps=10**6))
     (run_dir,) = tmp_path.iterdir()
     saved = torch.load(run_dir / "model.pt", weights_only=True)
     assert saved["step"] == 3 * 32
-    assert all(torch.equal(saved["agent"][name], value) for name, value in published[-1].items())
+    assert all(torch.equal(saved["agent"][name], value) for name, value in copies[-1][1].state_dict().items())
 
 
 def test_a_crash_shows_its_traceback_and_fails(tmp_path):
-    code = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import gymnasium, conftest, impala
-from common.errors import one_line_errors
-gymnasium.register("TestCrash-v0", conftest.CrashEnv, max_episode_steps=5)
-with one_line_errors():
-    impala.main(impala.Args(env_id="TestCrash-v0", num_envs=2, num_actors=2, device="cpu"))
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1
-    assert "ZeroDivisionError: the simulator has crashed" in result.stderr
-    assert "in step\n" in result.stderr  # where it happened
+    words = ["--env-id=TestCrash-v0", "--num-envs=2", "--num-actors=2", "--device=cpu", f"--runs-dir={tmp_path}"]
+    process = Fork(tmp_path, run_script, "impala", words)
+    assert process.wait() == 1
+    assert "ZeroDivisionError: the simulator has crashed" in process.errors
+    assert "in step\n" in process.errors  # where it happened
 
 
 # ------------------------------------------------------------------------------------------------------------- learning
@@ -681,7 +729,7 @@ def test_solves_cartpole(num_actors, tmp_path):
     """These settings reached 500 with each of 5 seeds in turn, and each of 5 with actors."""
     args = impala.Args(
         runs_dir=str(tmp_path), env_id="CartPole-v1", num_envs=16, num_actors=num_actors, num_steps=32, batch_size=16,
-        queue_size=16, num_minibatches=4, gamma=0.98, vtrace_lambda=1.0, baseline_coef=0.05, reward_norm="none",
+        queue_size=16, num_minibatches=4, gamma=0.98, vtrace_lambda=1.0, vf_coef=0.05, norm_reward="none",
         feature_dim=64, anneal_lr=True, total_timesteps=300_000, device="cpu",
     )  # fmt: skip
     assert evaluate(impala.main(args)) >= 475
@@ -701,7 +749,7 @@ def test_learns_multibinary_actions(tmp_path):
 def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
     args = impala.Args(
         runs_dir=str(tmp_path), env_id="TestCue-v0", num_envs=16, num_actors=0, num_steps=10, batch_size=16,
-        num_minibatches=4, gamma=0.9, feature_dim=32, use_lstm=use_lstm, reward_norm="none", learning_rate=3e-3,
+        num_minibatches=4, gamma=0.9, feature_dim=32, use_lstm=use_lstm, norm_reward="none", learning_rate=3e-3,
         total_timesteps=60_000, device="cpu",
     )  # fmt: skip
     run_dir = impala.main(args)
@@ -709,23 +757,23 @@ def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
 
 
 def test_memory_stays_flat(tmp_path, monkeypatch):
-    """500 batches, after the last of which there are as many tensors, and as much memory in use, as after the 100th."""
+    """300 batches, after the last of which there are as many tensors, and as much memory in use, as after the 60th."""
     tensors, megabytes = [], []
     update = impala.update
 
     def spy(*arguments):
         count = len(tensors)
-        if count in (100, 499):
+        if count in (60, 299):
             gc.collect()
-        tensors.append(sum(type(each) is torch.Tensor for each in gc.get_objects()) if count in (100, 499) else 0)
+        tensors.append(sum(type(each) is torch.Tensor for each in gc.get_objects()) if count in (60, 299) else 0)
         megabytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
         return update(*arguments)
 
     monkeypatch.setattr(impala, "update", spy)
-    impala.main(
-        short_args(tmp_path, env_id="starpilot", num_actors=2, num_steps=2, total_timesteps=4000, learning_rate=0.0)
-    )
+    args = short_args(tmp_path, env_id="starpilot", num_actors=2, num_steps=2, total_timesteps=2400, learning_rate=0.0)
+    with small_networks():
+        impala.main(args)
     in_flight = 7 * (4 + 4 + 4 + 4)  # tensors of unrolls in the queue, the actors' hands and the batch
-    assert tensors[499] <= tensors[100] + in_flight
-    # The frames of one batch are .15 MB: were they kept, there would be 60 MB more.
-    assert megabytes[499] <= megabytes[100] + 20
+    assert tensors[299] <= tensors[60] + in_flight
+    # The frames of one batch are .15 MB: were they kept, there would be 36 MB more.
+    assert megabytes[299] <= megabytes[60] + 20

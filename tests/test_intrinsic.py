@@ -17,9 +17,9 @@ import ppg
 import ppo
 from common import intrinsic
 from common.checkpoint import load_weights
-from common.envs import RewardNormalizer
 from common.errors import InputError, TrainingError
-from common.world import ALONE
+from common.reward_scale import RewardNormalizer
+from common.world import World
 
 VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
@@ -50,7 +50,7 @@ def random_rollout(space=VECTOR, action_space=ACTIONS["discrete"], script=ppo):
 def make(kind, space=VECTOR, action_space=ACTIONS["discrete"], script=ppo, **settings):
     torch.manual_seed(0)
     args = script.Args(num_envs=N, num_steps=T, num_minibatches=2, intrinsic_reward=kind, **settings)
-    return intrinsic.make_intrinsic(args, space, action_space, 3, ALONE, torch.device("cpu"))
+    return intrinsic.make_intrinsic(args, space, action_space, 3, World(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------------- the models
@@ -342,7 +342,7 @@ def test_bad_input(script, settings, words, tmp_path):
 
 
 def test_several_ranks_are_refused():
-    world = type("Two", (), {"size": 2})()
+    world = type("Two", (), {"world_size": 2})()
     with pytest.raises(InputError, match="without torchrun"):
         intrinsic.make_intrinsic(
             ppo.Args(intrinsic_reward="rnd"), VECTOR, ACTIONS["discrete"], 3, world, torch.device("cpu")

@@ -10,26 +10,50 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
+import ppo
 from common.errors import InputError
-from common.run import lock_folder
+from common.files import lock_folder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import run as launcher
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]
+SMALL += ["--update-epochs", "1"]
 
 
 def make_args(runs_dir, **settings):
     small = {"algorithms": ("ppo",), "env_ids": ("CartPole-v1",), "seeds": 1, "total_timesteps": 256}
     small |= {"devices": ("cpu",), "runs_dir": str(runs_dir), "extra": tuple(SMALL)}
     return launcher.Args(**small | settings)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Let the launcher make its runs in this process: for what it decides, not for how it starts them."""
+
+    def start(job, device, args, file):
+        job.state, job.attempts = "running", job.attempts + 1
+        ppo.main(replace(job.settings, runs_dir=args.runs_dir, device=device, resume="auto"))
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+
+
+def mark_unfinished(path):
+    """As if the run in `path` had been killed in its last moment. Returns what `meta.json` was."""
+    meta = (path / "meta.json").read_text()
+    (path / "meta.json").write_text(json.dumps(json.loads(meta) | {"finished": None}))
+    return meta
 
 
 def run_folders(runs_dir):
@@ -77,8 +101,17 @@ def test_protocols(protocol, mode, levels, steps):
         ({"env_ids": ("starpliot",)}, "Did you mean starpilot?"),
         ({"seeds": 0}, "--seeds 0"),
         ({"threads": 0}, "--threads 0"),
-        ({"algorithms": ("dqn",), "launcher": "ssh"}, "--launcher ssh"),
+        ({"attempts": 0}, "--attempts 0"),
+        ({"total_timesteps": 0}, "--total-timesteps 0"),
+        ({"runs_per_device": 0}, "--runs-per-device 0"),
+        ({"slurm_gpus": -1}, "--slurm-gpus -1"),
+        ({"slurm_cpus": 0}, "--slurm-cpus 0"),
+        ({"slurm_minutes": 0}, "--slurm-minutes 0"),
+        ({"slurm_at_a_time": 0}, "--slurm-at-a-time 0"),
+        ({"launcher": "ssh"}, "--launcher ssh"),
+        ({"algorithms": ("dqn",)}, "--algorithms dqn"),
         ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
+        ({"extra": ("--pretraining",)}, "--pretraining is for intrinsic rewards"),
         ({"extra": ("--seed", "7")}, "--seed cannot come after --"),
         ({"extra": ("--device=cpu",)}, "--device=cpu cannot come after --"),
         ({"extra": ("--env_id", "maze")}, "--env_id cannot come after --"),
@@ -103,6 +136,11 @@ def test_bad_settings(settings, word, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_names_of_flags_that_the_scripts_accept_are_accepted():
+    (job,) = launcher.make_jobs(launcher.Args(algorithms=("impala",), seeds=1, extra=("--baseline-coef", "0.25")))
+    assert job.settings.vf_coef == 0.25
+
+
 def test_bad_places(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="choose another --runs-dir"):
@@ -125,11 +163,15 @@ def test_places(monkeypatch):
 # ------------------------------------------------------------------------------------------------------ running here
 
 
-def test_runs_are_made_once(tmp_path):
+def test_runs_are_made_once(tmp_path, in_process, capsys):
     jobs = launcher.main(make_args(tmp_path, seeds=2))
     assert [(job.state, job.attempts) for job in jobs] == [("done", 1)] * 2
     folders = run_folders(tmp_path)
     assert sorted(json.loads((path / "args.json").read_text())["seed"] for path in folders) == [1, 2]
+    capsys.readouterr()
+    jobs = launcher.main(make_args(tmp_path, seeds=2))
+    assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 0)]
+    assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
     jobs = launcher.main(make_args(tmp_path, seeds=3))
     assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 0), ("done", 1)]
     assert len(run_folders(tmp_path)) == 3
@@ -137,9 +179,9 @@ def test_runs_are_made_once(tmp_path):
     assert [job.state for job in jobs] == ["waiting"]
 
 
-def test_a_stopped_matrix_goes_on(tmp_path):
+def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):
     """SIGTERM stops all runs, which save checkpoints; the same command resumes them."""
-    process = subprocess.Popen(command_line(tmp_path, 20_000), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command_line(tmp_path, 10**9), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: len(list(tmp_path.glob("*/progress.csv"))) == 2, process)
     wait_for(lambda: all(len(path.read_text().splitlines()) > 3 for path in tmp_path.glob("*/progress.csv")), process)
     process.send_signal(signal.SIGTERM)
@@ -148,14 +190,14 @@ def test_a_stopped_matrix_goes_on(tmp_path):
     folders = run_folders(tmp_path)
     assert len([path for path in folders if list(path.glob("checkpoints/*.pt"))]) == 2
     assert not any(launcher.in_use(path) for path in folders)
-    result = subprocess.run(command_line(tmp_path, 20_000), cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "2 runs: 2 done" in result.stdout
+    assert all("--resume auto" in path.read_text().splitlines()[0] for path in tmp_path.glob("logs/*.log"))
+    monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        launcher.main(make_args(tmp_path, total_timesteps=10**9))
     assert sorted(run_folders(tmp_path)) == sorted(folders)
-    for path in folders:
-        meta = json.loads((path / "meta.json").read_text())
-        assert meta["finished"]
-        assert meta["resumed"][0]["step"] > 0
+    resumed = [json.loads((path / "meta.json").read_text())["resumed"] for path in folders]
+    (step,) = [each["step"] for one in resumed for each in one]  # of the first seed alone, and from where it stood
+    assert step >= 3 * 128
 
 
 def wait_for(condition, process, seconds=120):
@@ -166,29 +208,34 @@ def wait_for(condition, process, seconds=120):
         time.sleep(0.1)
 
 
-def test_a_run_in_use_is_left_alone(tmp_path):
+def test_a_run_in_use_is_left_alone(tmp_path, in_process):
     (job,) = launcher.main(make_args(tmp_path))
-    meta = json.loads((job.path / "meta.json").read_text())
-    (job.path / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    mark_unfinished(job.path)
     lock = lock_folder(job.path)
     (job,) = launcher.main(make_args(tmp_path))
     assert (job.state, job.attempts) == ("elsewhere", 0)
     lock.close()
 
 
-def test_two_launchers_share_a_matrix(tmp_path):
-    """Each run is made once: a second launcher passes over what the first has claimed or finished."""
-    words = command_line(tmp_path, 6_000, "--devices", "cpu", "--runs-per-device", "1")
-    first, second = (
-        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)
-    )
-    outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
-    assert [process.returncode for process in (first, second)] == [0, 0], outputs
+def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
+    """Each run is made once: a second launcher passes over what the first has claimed, and this over what that made."""
+    start = launcher.start
+
+    def start_beside_another(*args):  # which comes when the first run has been claimed but not begun
+        words = command_line(tmp_path, 256, "--devices", "cpu", "--runs-per-device", "1")
+        other = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert other.returncode == 0, other.stdout
+        assert "2 runs: 1 elsewhere, 1 done" in other.stdout
+        return start(*args)
+
+    monkeypatch.setattr(launcher, "start", start_beside_another)
+    jobs = launcher.main(make_args(tmp_path, seeds=2, runs_per_device=1))
+    assert [(job.state, job.attempts) for job in jobs] == [("done", 1), ("done", 0)]
     seeds = [json.loads((path / "args.json").read_text())["seed"] for path in run_folders(tmp_path)]
     assert sorted(seeds) == [1, 2]
 
 
-def test_a_run_that_has_been_made_meanwhile_is_not_claimed(tmp_path):
+def test_a_run_that_has_been_made_meanwhile_is_not_claimed(tmp_path, in_process):
     args = make_args(tmp_path)
     (job,) = launcher.make_jobs(args)
     launcher.main(args)
@@ -196,19 +243,18 @@ def test_a_run_that_has_been_made_meanwhile_is_not_claimed(tmp_path):
     assert job.state == "done"
 
 
-def test_with_any_precision_a_finished_run_counts(tmp_path):
+def test_with_any_precision_a_finished_run_counts(tmp_path, in_process):
     """`auto` is either; an unfinished run in one does not hide a finished one in the other."""
     paths = {}
     for precision in ("fp32", "bf16"):
         (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--precision", precision)))
         paths[precision] = job.path
-    meta = json.loads((paths["fp32"] / "meta.json").read_text())
-    (paths["fp32"] / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    mark_unfinished(paths["fp32"])
     (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--precision", "auto"), dry_run=True))
     assert (job.state, job.path) == ("done", paths["bf16"])
 
 
-def test_evaluations_that_are_wanted_count(tmp_path):
+def test_evaluations_that_are_wanted_count(tmp_path, in_process):
     """A finished run without them is not that run; one with them will do where none are wanted."""
     evaluated = (*SMALL, "--eval-interval", "128", "--eval-episodes", "4")
     (plain,) = launcher.main(make_args(tmp_path))
@@ -222,11 +268,10 @@ def test_evaluations_that_are_wanted_count(tmp_path):
         assert job.state == "done"
 
 
-def test_a_run_that_has_begun_without_evaluations_does_not_go_on_with_them(tmp_path):
+def test_a_run_that_has_begun_without_evaluations_does_not_go_on_with_them(tmp_path, in_process):
     """Those that it has gone past would be missing."""
     (plain,) = launcher.main(make_args(tmp_path))
-    meta = json.loads((plain.path / "meta.json").read_text())
-    (plain.path / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    mark_unfinished(plain.path)
     (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--eval-interval", "128", "--eval-episodes", "4")))
     assert (job.state, job.attempts) == ("done", 1)
     assert job.path != plain.path
@@ -234,25 +279,23 @@ def test_a_run_that_has_begun_without_evaluations_does_not_go_on_with_them(tmp_p
     assert steps == ["128", "128", "256", "256"]
 
 
-def test_a_damaged_run_folder_stops_no_matrix(tmp_path):
+def test_a_damaged_run_folder_stops_no_matrix(tmp_path, in_process):
     (job,) = launcher.main(make_args(tmp_path))
     (job.path / "lock").unlink()
     (job.path / "lock").mkdir()
     (job.path / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")
     (job,) = launcher.main(make_args(tmp_path))
     assert (job.state, job.attempts) == ("done", 0)
-    meta = json.loads((job.path / "meta.json").read_text())
-    (job.path / "meta.json").write_text(json.dumps(meta | {"finished": None}))
+    mark_unfinished(job.path)
     (again,) = launcher.main(make_args(tmp_path))
     assert (again.state, again.attempts) == ("done", 1)
     assert again.path != job.path
 
 
-def test_a_run_elsewhere_is_followed_to_its_end(tmp_path, monkeypatch):
+def test_a_run_elsewhere_is_followed_to_its_end(tmp_path, in_process, monkeypatch):
     """Here for as long as there are others to run."""
     (first,) = launcher.main(make_args(tmp_path))
-    meta = (first.path / "meta.json").read_text()
-    (first.path / "meta.json").write_text(json.dumps(json.loads(meta) | {"finished": None}))
+    meta = mark_unfinished(first.path)
     lock, start = lock_folder(first.path), launcher.start
 
     def end_the_first(*args):
@@ -263,12 +306,6 @@ def test_a_run_elsewhere_is_followed_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "start", end_the_first)
     jobs = launcher.main(make_args(tmp_path, seeds=2))
     assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 1)]
-
-
-def test_what_is_there_is_shown_where_nothing_is_left_to_do(tmp_path, capsys):
-    for _ in range(2):
-        launcher.main(make_args(tmp_path))
-        assert "1 runs: 1 done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
@@ -288,12 +325,11 @@ def test_failures(code, attempts, tmp_path, monkeypatch):
 
 
 def test_a_failure_is_told(tmp_path):
-    words = command_line(tmp_path / "runs", 256)
-    result = subprocess.run(
-        [*words, "--init-from", str(tmp_path / "nothing")], cwd=ROOT, capture_output=True, text=True
-    )
+    words = [*command_line(tmp_path / "runs", 256), "--init-from", str(tmp_path / "nothing")]
+    words[words.index("--seeds") + 1] = "1"
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1
-    assert "2 runs: 2 failed" in result.stdout
+    assert "1 runs: 1 failed" in result.stdout
     assert "exit code 2: error: --init-from" in " ".join(result.stdout.split())
 
 

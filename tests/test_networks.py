@@ -1,7 +1,9 @@
-"""Encoders, initial weights and agents; and the blocks that the scripts must hold byte for byte."""
+"""Encoders, initial weights and agents; the blocks that the scripts must hold byte for byte; and what a script is."""
 
+import ast
 import inspect
 import math
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +15,13 @@ import ppg
 import ppo
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
+SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg, impala], ids=["ppo", "ppg", "impala"])
+COMMON = Path(__file__).parent.parent / "common"
+
+
+# ------------------------------------------------------------------------------------------------- what a script is
+
 # All that differs is here; any other function or class that two scripts define must be the same in both.
 DIFFERENT = {
     ppg: {"Args", "Agent", "policy_loss", "update", "main"},
@@ -30,21 +39,79 @@ def shared_blocks(script):
 
 
 def test_the_blocks_to_compare_are_found():
-    networks = {"ImpalaCNN", "MLP", "PolicyHead", "action_dist", "clip_gradient", "explained_variance"}
-    assert networks | {"Rollout", "collect", "compute_gae", "value_loss"} <= set(shared_blocks(ppg))
-    assert networks | {"policy_loss"} <= set(shared_blocks(impala))
+    networks = {"init_layer", "ResidualBlock", "ImpalaCNN", "make_encoder", "PolicyHead", "action_dist"}
+    learning = {"clip_gradient", "explained_variance"}
+    assert networks | learning <= set(shared_blocks(ppg)) & set(shared_blocks(impala))
+    gae = {"Rollout", "new_rollout", "collect", "compute_gae", "normalize_advantages", "value_loss"}
+    assert gae <= set(shared_blocks(ppg))
+    assert "policy_loss" in shared_blocks(impala)
 
 
 @pytest.mark.parametrize(
-    ("script", "block"), [(script, block) for script in DIFFERENT for block in shared_blocks(script)]
+    ("script", "block"),
+    [(script, block) for script in DIFFERENT for block in shared_blocks(script)],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_copies_are_equal(script, block):
     assert inspect.getsource(getattr(ppo, block)) == inspect.getsource(getattr(script, block))
 
 
-@pytest.mark.parametrize("script", [ppg, impala])
+@pytest.mark.parametrize("script", [ppg, impala], ids=["ppg", "impala"])
 def test_the_encoder_is_called_alike(script):
     assert inspect.getsource(ppo.Agent.encode) == inspect.getsource(script.Agent.encode)
+
+
+def imports_from_common(source: str) -> list[tuple[str, str]]:
+    """The modules of common/ and the names that a file imports from them, also inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "common":
+            found += [(node.module, each.name) for each in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(each.name, each.name) for each in node.names if each.name.partition(".")[0] == "common"]
+    return found
+
+
+def test_imports_are_found():
+    source = "import common.a\nfrom common.b import c, d\nif True:\n    from common import e\nimport commons"
+    assert imports_from_common(source) == [
+        ("common.a", "common.a"), ("common.b", "c"), ("common.b", "d"), ("common", "e"),
+    ]  # fmt: skip
+
+
+@SCRIPTS
+def test_a_script_imports_few_names(script):
+    assert len(imports_from_common(inspect.getsource(script))) <= 14
+
+
+@SCRIPTS
+def test_a_script_holds_its_network(script):
+    """Layers, distributions, losses and optimizers are PyTorch's or the script's own."""
+    imported = [vars(script)[name] for _, name in imports_from_common(inspect.getsource(script))]
+    kinds = torch.nn.Module, torch.distributions.Distribution, torch.optim.Optimizer, torch.autograd.Function
+    assert not any(isinstance(each, type) and issubclass(each, kinds) for each in imported)
+    for space in (FRAMES, gym.spaces.Box(-1, 1, (3,), np.float32)):
+        agent = script.Agent(space, gym.spaces.Discrete(3), script.Args())
+        modules = {type(module).__module__.partition(".")[0] for module in agent.modules()}
+        assert modules == {"torch", script.__name__}
+    own = "init_layer", "make_encoder", "action_dist", "policy_loss", "value_loss", "clip_gradient", "update"
+    assert {vars(script)[name].__module__ for name in own} == {script.__name__}
+
+
+LENGTHS = {"ppo": (ppo, 520, 60), "ppg": (ppg, 660, 80), "impala": (impala, 680, 80)}
+
+
+@pytest.mark.parametrize(("script", "lines", "lines_of_main"), LENGTHS.values(), ids=LENGTHS)
+def test_a_script_is_short(script, lines, lines_of_main):
+    assert len(inspect.getsource(script).splitlines()) <= lines
+    assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
+
+
+def test_what_the_scripts_share_is_little():
+    assert sum(len(path.read_text().splitlines()) for path in COMMON.glob("*.py")) <= 2600
+
+
+# ------------------------------------------------------------------------------------------------------------ networks
 
 
 def test_initial_scales_are_equal():
@@ -104,48 +171,48 @@ def test_orthogonal_and_xavier_init():
     assert 0.9 * bound < weight.abs().max() <= bound
 
 
-@pytest.mark.parametrize("script", [ppo, ppg, impala])
+@SCRIPTS
 def test_identity_and_xavier_normal_init(script):
     """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs), biases too."""
     torch.manual_seed(0)
     agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="identity"))
-    for layer, inputs in ((agent.encoder.layers[0], 27), (agent.encoder.layers[11], 2048), (agent.value_head, 256)):
+    for layer, inputs in ((agent.encoder.layers[0], 27), (agent.encoder.layers[14], 2048), (agent.value_head, 256)):
         bound = inputs**-0.5
         for values in (layer.weight, layer.bias):
             assert 0 < values.abs().max() <= bound
         assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
     agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="xavier_normal"))
-    weight, bias = agent.encoder.layers[11].weight, agent.encoder.layers[11].bias
+    weight, bias = agent.encoder.layers[14].weight, agent.encoder.layers[14].bias
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (2048 + 256)), rel=0.01)
     assert weight.abs().max() > 4 * weight.std()  # a normal distribution has tails
     assert not bias.any()
     assert agent.policy_head.linear.weight.std().item() == pytest.approx(0.01 * math.sqrt(2 / (256 + 15)), rel=0.1)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg, impala])
+@SCRIPTS
 def test_widths(script):
     args = script.Args(feature_dim=24, hidden_dim=40)
     vectors = script.Agent(gym.spaces.Box(-1, 1, (7,), np.float32), gym.spaces.Discrete(3), args)
     frames = script.Agent(FRAMES, gym.spaces.Discrete(3), args)
-    assert vectors.encoder.layers[0].weight.shape == (40, 7)
+    assert vectors.encoder[0].weight.shape == (40, 7)
     assert vectors.encoder(torch.zeros(2, 7)).shape == (2, 24)
     assert frames.encoder(torch.zeros(2, 64, 64, 3, dtype=torch.uint8)).shape == (2, 24)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg])
+@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
 def test_bf16_is_close_and_leaves_the_heads_in_float32(script):
     agents = []
     for precision in ("fp32", "bf16"):
         torch.manual_seed(0)
-        agents.append(script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(precision=precision)))
-    frames = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8)
+        agents.append(script.Agent(SMALL, gym.spaces.Discrete(15), script.Args(precision=precision)))
+    frames = torch.randint(0, 256, (8, *SMALL.shape), dtype=torch.uint8)
     exact, rounded = (agent.get_value(frames) for agent in agents)
     assert exact.dtype == rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(exact, rounded, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg])
+@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
 def test_box_actions_are_not_clipped_by_the_agent(script):
     space = gym.spaces.Box(-0.01, 0.01, (2,), np.float32)
     agent = script.Agent(gym.spaces.Box(-1, 1, (3,), np.float32), space, script.Args())

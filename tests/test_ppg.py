@@ -1,19 +1,19 @@
-"""Which loss reaches which parameters in PPG, and which phase moves them."""
+"""Which loss reaches which parameters in PPG, which phase moves them, and which rollouts a phase holds."""
+
+import copy
+from types import SimpleNamespace
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
-from helpers import Silent, estimates
+from helpers import Silent, estimates, parameters
+from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD
 
 import ppg
+from common.envs import make_envs
+from common.errors import InputError
 
-VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
-ACTION_SPACES = {
-    "discrete": gym.spaces.Discrete(4),
-    "box": gym.spaces.Box(-1, 1, (2,), np.float32),
-    "multibinary": gym.spaces.MultiBinary(3),
-}
+quick = pytest.mark.quick
 ARCHES = ["detach", "dual", "shared"]
 K, T, N = 2, 8, 4
 
@@ -40,8 +40,9 @@ def snapshot(agent: ppg.Agent) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in agent.state_dict().items()}
 
 
-def random_phase() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(K, T, N, *VECTOR.shape), torch.randn(K, T, N)
+def random_phase(size: tuple = (K, T, N)) -> SimpleNamespace:
+    """What an auxiliary phase needs of a `ppg.Phase`."""
+    return SimpleNamespace(obs=torch.randn(*size, *VECTOR.shape), returns=torch.randn(size))
 
 
 def random_rollout(agent: ppg.Agent, space: gym.Space) -> ppg.Rollout:
@@ -56,21 +57,22 @@ def random_rollout(agent: ppg.Agent, space: gym.Space) -> ppg.Rollout:
 
 def run_update(agent: ppg.Agent, args: ppg.Args, lr: float = 0.01, value_lr: float = 0.01):
     """One policy phase update; returns its two optimisers."""
-    optimizer, value_optimizer = (torch.optim.Adam(agent.parameters(), lr=rate) for rate in (lr, value_lr))
+    optimizers = tuple(torch.optim.Adam(agent.parameters(), lr=rate) for rate in (lr, value_lr))
     rollout = random_rollout(agent, agent.action_space)
-    ppg.update(agent, optimizer, value_optimizer, rollout, *estimates(rollout, torch.randn(T, N)), args)
-    return optimizer, value_optimizer
+    ppg.update(agent, optimizers, rollout, *estimates(rollout, torch.randn(T, N)), args, WORLD)
+    return optimizers
 
 
-def run_auxiliary_phase(agent: ppg.Agent, args: ppg.Args, phase=None) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
-    return ppg.auxiliary_phase(agent, optimizer, *(phase or random_phase()), args, 0, Silent())
+def run_auxiliary_phase(agent: ppg.Agent, args: ppg.Args, phase=None, optimizer=None) -> dict[str, torch.Tensor]:
+    optimizer = optimizer or torch.optim.Adam(agent.parameters(), lr=0.01)
+    return ppg.auxiliary_phase(agent, optimizer, phase or random_phase(), args, Silent().show_phase, WORLD)
 
 
 # -------------------------------------------------------------------------------------------------- gradient flow
 
 
-@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+@quick
+@SPACES
 @pytest.mark.parametrize("arch", ARCHES)
 def test_gradient_flow(arch, space):
     agent, _ = make_agent(arch, space)
@@ -128,6 +130,7 @@ def test_policy_phase_moves_all_but_the_auxiliary_head(arch, epochs):
     assert moved(agent, before) == {"encoder", "policy_head", "value_head"} | value_encoder
 
 
+@quick
 @pytest.mark.parametrize("arch", ARCHES)
 def test_separate_passes_have_their_own_optimizers(arch):
     value_path = {
@@ -151,6 +154,7 @@ def test_separate_passes_have_their_own_optimizers(arch):
     assert moved(agent, before) == {"encoder", "policy_head"}
 
 
+@quick
 def test_minibatches_are_whole_environments(monkeypatch):
     agent, args = make_agent()
     rollout = random_rollout(agent, agent.action_space)
@@ -159,7 +163,7 @@ def test_minibatches_are_whole_environments(monkeypatch):
     forward = agent.get_action_and_value
     monkeypatch.setattr(agent, "get_action_and_value", lambda obs, action: seen.append(obs) or forward(obs, action))
     optimizer = torch.optim.Adam(agent.parameters())
-    ppg.update(agent, optimizer, optimizer, rollout, *estimates(rollout, torch.randn(T, N)), args)
+    ppg.update(agent, (optimizer, optimizer), rollout, *estimates(rollout, torch.randn(T, N)), args, WORLD)
     counts = [torch.bincount(obs[:, 0].long(), minlength=N) for obs in seen]
     assert len(counts) == 2
     assert all(sorted(count.tolist()) == [0, 0, T, T] for count in counts)
@@ -169,7 +173,8 @@ def test_minibatches_are_whole_environments(monkeypatch):
 # ------------------------------------------------------------------------------------------------- auxiliary phase
 
 
-@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+@quick
+@SPACES
 @pytest.mark.parametrize("arch", ARCHES)
 def test_auxiliary_phase_moves_everything(arch, space):
     """rllte zeroes the gradient between backward and step, so that its auxiliary phase trains nothing."""
@@ -179,6 +184,7 @@ def test_auxiliary_phase_moves_everything(arch, space):
     assert moved(agent, before) == {name for name, _ in agent.named_children()}
 
 
+@quick
 @pytest.mark.parametrize("arch", ARCHES)
 def test_no_policy_gradient_leaks_into_the_auxiliary_phase(arch):
     """CleanRL's first auxiliary step contains the last gradient of the policy phase."""
@@ -208,46 +214,98 @@ def test_no_auxiliary_gradient_leaks_into_the_policy_phase(arch):
         torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
+def kl_by_definition(space, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """KL divergence [B] of the distribution with parameters `new` from that with `old`, from closed forms."""
+    if space is ACTION_SPACES["discrete"]:
+        p, q = old.softmax(-1), new.softmax(-1)
+        return (p * (p / q).log()).sum(-1)
+    if space is ACTION_SPACES["multibinary"]:
+        p, q = old.sigmoid(), new.sigmoid()
+        return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1)
+    (m0, m1), (s0, s1) = (old[:, :2], new[:, :2]), (old[:, 2:].exp(), new[:, 2:].exp())
+    return ((s1 / s0).log() + (s0**2 + (m0 - m1) ** 2) / (2 * s1**2) - 0.5).sum(-1)
+
+
+@quick
+@SPACES
+@pytest.mark.parametrize("arch", ARCHES)
+def test_auxiliary_phase_follows_the_gradient_of_its_losses(arch, space):
+    """Three steps of plain gradient descent, each on all rollouts: L^joint and L^value (PPG, section 2)."""
+    agent, args = make_agent(arch, space, e_aux=3, beta_clone=5.0)
+    args.num_aux_rollouts = K * N
+    for parameter in agent.policy_head.parameters():
+        parameter.data += 0.5 * torch.randn_like(parameter)
+    agent.double()
+    phase = random_phase()
+    phase.obs, phase.returns = phase.obs.double(), phase.returns.double()
+    twin, obs, returns, losses = copy.deepcopy(agent), phase.obs.view(-1, 3), phase.returns.flatten(), []
+    with torch.no_grad():
+        old = twin.get_policy(obs)
+    for _ in range(3):
+        params, values, aux_values = twin.get_policy_and_values(obs)
+        kl = kl_by_definition(space, old, params).mean()
+        errors = [(each - returns).square().mean() / 2 for each in (aux_values, values)]
+        losses.append([each.item() for each in (*errors, kl)])
+        twin.zero_grad()
+        (errors[0] + errors[1] + 5 * kl).backward()
+        for parameter in twin.parameters():
+            parameter.data -= 0.3 * parameter.grad if parameter.grad is not None else 0
+
+    metrics = run_auxiliary_phase(agent, args, phase, torch.optim.SGD(agent.parameters(), lr=0.3))
+    for name, expected in twin.named_parameters():
+        torch.testing.assert_close(agent.get_parameter(name), expected, rtol=1e-9, atol=1e-12, msg=name)
+    means = torch.tensor(losses, dtype=torch.float64).mean(0).tolist()
+    assert [metrics[f"losses/aux/{name}"].item() for name in ("aux_value_loss", "real_value_loss", "kl_loss")] == (
+        pytest.approx(means, rel=1e-5)
+    )
+    assert means[2] > 1e-4  # the policy has moved
+
+
+@quick
+@SPACES
 def test_the_clone_is_the_policy_before_the_phase(space, monkeypatch):
-    """Each divergence is taken from the distributions that the policy had for these observations before the phase."""
+    """Each divergence is of the new policy from that which the observations had before the phase: old || new."""
     agent, args = make_agent(space=space)
-    obs, returns = random_phase()
+    phase = random_phase()
     with torch.no_grad():
         before = {
             tuple(o.tolist()): params
-            for o, params in zip(obs.view(-1, 3), agent.get_policy(obs.view(-1, 3)), strict=True)
+            for o, params in zip(phase.obs.view(-1, 3), agent.get_policy(phase.obs.view(-1, 3)), strict=True)
         }
     batches, compared = [], []
-    forward, loss = agent.get_policy_and_values, ppg.auxiliary_loss
+    forward, divergence = agent.get_policy_and_values, ppg.policy_kl
 
     def spy_forward(batch):
-        batches.append(batch)
-        return forward(batch)
+        batches.append((batch, forward(batch)))
+        return batches[-1][1]
 
-    def spy_loss(dist, old_dist, *rest):
-        expected = ppg.action_dist(space, torch.stack([before[tuple(o.tolist())] for o in batches[-1]]))
-        compared.append((torch.distributions.kl_divergence(expected, old_dist), loss(dist, old_dist, *rest)[1]))
-        return loss(dist, old_dist, *rest)
+    def spy_kl(old, new):
+        obs, (params, _, _) = batches[-1]
+        expected = torch.stack([before[tuple(o.tolist())] for o in obs])
+        given = [*old.base_dist.__dict__.values()] if hasattr(old, "base_dist") else [old.logits]
+        assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in given)
+        kl = divergence(old, new)
+        compared.append(kl.mean().item())
+        torch.testing.assert_close(kl, kl_by_definition(space, expected, params), rtol=1e-3, atol=2e-6)
+        return kl
 
     monkeypatch.setattr(agent, "get_policy_and_values", spy_forward)
-    monkeypatch.setattr(ppg, "auxiliary_loss", spy_loss)
-    run_auxiliary_phase(agent, args, (obs, returns))
+    monkeypatch.setattr(ppg, "policy_kl", spy_kl)
+    run_auxiliary_phase(agent, args, phase)
     assert len(compared) == args.e_aux * K * N // args.num_aux_rollouts
-    for distance, _ in compared:
-        torch.testing.assert_close(distance, torch.zeros_like(distance), rtol=0, atol=1e-6)
-    assert compared[0][1]["losses/aux/kl_loss"].item() == pytest.approx(0, abs=1e-6)
-    assert compared[-1][1]["losses/aux/kl_loss"].item() > 1e-5
+    assert compared[0] == pytest.approx(0, abs=1e-6)
+    assert compared[-1] > 1e-5
 
 
 def test_targets_stay_with_their_observations():
     """A value that can be read off the observation is learnt: frames, environments and targets are not mixed up."""
     agent, args = make_agent(e_aux=100)
-    obs, _ = random_phase()
-    metrics = run_auxiliary_phase(agent, args, (obs, obs[..., 0].clone()))
+    phase = random_phase()
+    phase.returns = phase.obs[..., 0].clone()
+    metrics = run_auxiliary_phase(agent, args, phase)
     with torch.no_grad():
-        _, values, aux_values = agent.get_policy_and_values(obs.view(-1, 3))
-    target = obs[..., 0].flatten()
+        _, values, aux_values = agent.get_policy_and_values(phase.obs.view(-1, 3))
+    target = phase.obs[..., 0].flatten()
     assert (aux_values - target).square().mean() < 0.05 * target.var()
     assert (values - target).square().mean() < 0.2 * target.var()
     assert set(metrics) == {
@@ -260,16 +318,17 @@ def test_beta_clone_holds_the_policy():
     for beta_clone in (0.0, 1.0, 100.0):
         agent, args = make_agent(beta_clone=beta_clone, e_aux=20)
         agent.policy_head.linear.weight.data *= 10  # a policy far from uniform has something to lose
-        obs, returns = random_phase()
+        phase = random_phase()
         with torch.no_grad():
-            old = ppg.action_dist(agent.action_space, agent.get_policy(obs.view(-1, 3)))
-        run_auxiliary_phase(agent, args, (obs, returns))
+            old = ppg.action_dist(agent.action_space, agent.get_policy(phase.obs.view(-1, 3)))
+        run_auxiliary_phase(agent, args, phase)
         with torch.no_grad():
-            new = ppg.action_dist(agent.action_space, agent.get_policy(obs.view(-1, 3)))
+            new = ppg.action_dist(agent.action_space, agent.get_policy(phase.obs.view(-1, 3)))
         drift[beta_clone] = torch.distributions.kl_divergence(old, new).mean().item()
     assert drift[0.0] > 5 * max(drift[1.0], drift[100.0])
 
 
+@quick
 @pytest.mark.parametrize("arch", ARCHES)
 def test_gradient_accumulation_is_a_larger_minibatch(arch):
     results = []
@@ -277,10 +336,14 @@ def test_gradient_accumulation_is_a_larger_minibatch(arch):
         agent, args = make_agent(arch)
         args.num_aux_rollouts, args.num_aux_grad_accum = num_aux_rollouts, num_aux_grad_accum
         agent.double()
+        forward, sizes = agent.get_policy_and_values, set()
+        agent.get_policy_and_values = lambda obs, f=forward, sizes=sizes: sizes.add(len(obs)) or f(obs)
         torch.manual_seed(1)
-        obs, returns = (x.double() for x in random_phase())
+        phase = random_phase()
+        phase.obs, phase.returns = phase.obs.double(), phase.returns.double()
         # plain gradient descent: Adam would hide a wrong scale
-        ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=1e-3), obs, returns, args, 0, Silent())
+        run_auxiliary_phase(agent, args, phase, torch.optim.SGD(agent.parameters(), lr=1e-3))
+        assert sizes == {num_aux_rollouts * T}  # what has to fit into the memory
         results.append(snapshot(agent))
     for name in results[0]:
         torch.testing.assert_close(results[0][name], results[1][name], msg=name)
@@ -293,19 +356,112 @@ def test_a_remainder_of_rollouts_is_trained_on(monkeypatch):
     sizes = []
     forward = agent.get_policy_and_values
     monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
-    run_auxiliary_phase(agent, args, (torch.randn(1, T, 3, 3), torch.randn(1, T, 3)))
+    run_auxiliary_phase(agent, args, random_phase((1, T, 3)))
     assert sizes == [2 * T, T] * args.e_aux
+
+
+# --------------------------------------------------------------------------------------------- rollouts of a phase
+
+
+def short_args(tmp_path, **settings) -> ppg.Args:
+    """Iterations of 16 steps, 4 of which make a phase."""
+    small = {"num_envs": 4, "num_steps": 4, "num_minibatches": 2, "n_pi": 4, "e_aux": 1, "device": "cpu"}
+    return ppg.Args(**{"env_id": "CartPole-v1", "runs_dir": str(tmp_path)} | small | settings)
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """The numbers of the iterations whose rollouts each auxiliary phase trains on."""
+    found, targets = [], []
+    update, auxiliary_phase = ppg.update, ppg.auxiliary_phase
+
+    def spy_update(agent, optimizers, rollout, advantages, returns, *rest):
+        targets.append((rollout.obs.clone(), returns.clone()))
+        return update(agent, optimizers, rollout, advantages, returns, *rest)
+
+    def spy_phase(agent, optimizer, phase, *rest):
+        found.append([])
+        for obs, returns in zip(phase.obs, phase.returns, strict=True):
+            found[-1] += [n for n, each in enumerate(targets) if torch.equal(each[0], obs)]
+            assert torch.equal(targets[found[-1][-1]][1], returns)
+        return auxiliary_phase(agent, optimizer, phase, *rest)
+
+    monkeypatch.setattr(ppg, "update", spy_update)
+    monkeypatch.setattr(ppg, "auxiliary_phase", spy_phase)
+    return found
+
+
+def test_each_phase_trains_on_the_rollouts_since_the_last(phases, tmp_path):
+    ppg.main(short_args(tmp_path, total_timesteps=8 * 16))
+    assert phases == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_after_a_run_that_ends_in_mid_phase_the_next_phase_starts_empty(phases, tmp_path):
+    """The end is an auxiliary phase, too: resumed with more steps, no rollout is trained on twice."""
+    run_dir = ppg.main(short_args(tmp_path, total_timesteps=6 * 16))
+    assert phases == [[0, 1, 2, 3], [4, 5]]
+    ppg.main(short_args(tmp_path, total_timesteps=11 * 16, resume=str(run_dir)))
+    assert phases[2:] == [[6, 7, 8, 9], [10]]
+
+
+@pytest.mark.parametrize(("env_id", "num_env_groups", "aux_frames"), [
+    ("starpilot", 1, "memory"), ("coinrun", 2, "disk"), ("TestCount-v0", 1, "memory"),
+])  # fmt: skip
+def test_a_phase_is_put_back_as_it_was(env_id, num_env_groups, aux_frames, tmp_path):
+    """Procgen's frames are played again; other observations are saved."""
+    made = []
+    args = ppg.Args(num_steps=3, num_envs=4, aux_frames=aux_frames, runs_dir=str(tmp_path))
+    for _ in range(2):
+        envs = make_envs(env_id, 4, seed=1, num_groups=num_env_groups)
+        envs.reset(seed=1)
+        spaces = envs.single_observation_space, envs.single_action_space
+        rollout = ppg.new_rollout(3, 4, *spaces, torch.device("cpu"))
+        made.append((envs, rollout, ppg.Phase(4, envs, rollout, args, torch.device("cpu"))))
+    (envs, rollout, phase), (other_envs, _, other) = made
+    torch.manual_seed(0)
+
+    class Random:
+        def get_action_and_value(self, obs):
+            values = torch.randn(len(obs))
+            return torch.randint(0, int(envs.single_action_space.n), (len(obs),)), values, values, values
+
+        def get_value(self, obs):
+            return torch.zeros(len(obs))
+
+    def play(iterations):
+        obs = torch.as_tensor(envs.obs)
+        for _ in range(iterations):
+            obs, _ = ppg.collect(Random(), envs, rollout, obs, 0, lambda rewards, dones: rewards, Silent())
+            phase.add(rollout, torch.randn(3, 4))
+
+    play(4)
+    assert phase.full
+    phase.clear()
+    assert not phase.full
+    assert len(phase.obs) == len(phase.actions) == len(phase.returns) == 0
+    play(2)
+    assert not phase.full
+    state = copy.deepcopy({"envs": envs.state_dict(), "phase": phase.state_dict()})
+    assert ("obs" in state["phase"]) == (env_id == "TestCount-v0")
+    other_envs.load_state_dict(state["envs"])
+    other.load_state_dict(state["phase"])
+    for name in ("obs", "actions", "returns"):
+        mine, theirs = getattr(phase, name), getattr(other, name)
+        assert len(mine) == 2
+        assert torch.equal(mine, theirs), name
+    if env_id != "TestCount-v0":
+        assert (torch.as_tensor(other_envs.obs) == torch.as_tensor(envs.obs)).all()
+        state["phase"]["actions"][0] = (state["phase"]["actions"][0] + 3) % 15
+        with pytest.raises(InputError, match="do not repeat what they did"):
+            other.load_state_dict(state["phase"])
+    envs.close(), other_envs.close()
 
 
 def test_frames_on_disk_change_nothing(tmp_path):
     """The same run as with the frames in memory, without a file left behind."""
     results = []
-    for number, aux_frames in enumerate(["memory", "disk"]):
-        args = ppg.Args(
-            env_id="starpilot", num_envs=4, num_steps=8, num_minibatches=2, n_pi=2, e_aux=2, total_timesteps=96,
-            aux_frames=aux_frames, runs_dir=str(tmp_path / str(number)), device="cpu",
-        )  # fmt: skip
-        run_dir = ppg.main(args)
+    for aux_frames in ("memory", "disk"):
+        run_dir = ppg.main(short_args(tmp_path / aux_frames, total_timesteps=6 * 16, aux_frames=aux_frames))
         assert list(run_dir.parent.iterdir()) == [run_dir]
-        results.append(torch.load(run_dir / "model.pt", weights_only=True)["agent"])
+        results.append(parameters(run_dir))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

@@ -1,4 +1,4 @@
-// Kernels for common/convolution.py: convolution (3x3, stride 1, padding 1), max-pooling (windows of 3x3, stride 2,
+// Kernels for common/kernels.py: convolution (3x3, stride 1, padding 1), max-pooling (windows of 3x3, stride 2,
 // padding 1), and both at once for RGB frames. Frames are channels-last, [batch, height, width, channels].
 #include <cstdint>
 #include <cstring>
@@ -433,7 +433,7 @@ void conv_pool_backward(
 // `channels` is a multiple of 16, of the pooled frames and those that are pooled; `taps` may be null in forward passes.
 // `weights` and `sums` are float32 [28, channels]: for each row, column and colour of the filters; the last is the bias.
 // `sums` [threads, 28, channels] holds zeros at first.
-#define SIZES int64_t batch, int64_t height, int64_t width, int64_t channels, int threads
+#define SIZES int64_t batch, int64_t height, int64_t width, int64_t channels, int64_t threads
 #define GIVEN batch, Size{height, width, channels}, threads
 #define KERNELS(T, NAME)                                                                                             \
     extern "C" void pool_forward_##NAME(const T* x, T* y, uint8_t* taps, SIZES) { pool_forward(x, y, taps, GIVEN); } \
@@ -452,18 +452,17 @@ KERNELS(BFloat16, bfloat16)
 
 #ifdef __AVX512BF16__
 // Filters are float32 [OUT, IN, 3, 3] (of the convolution that is meant, if `transposed`); see Epilogue for null pointers.
-#define CONVOLUTIONS(IN, OUT)                                                                                        \
-    extern "C" void conv_forward_##IN##_##OUT(const BFloat16* x, const float* filters, const float* bias,            \
-                                              const BFloat16* gate, const BFloat16* residual, BFloat16* y, int relu, \
-                                              int transposed, int64_t batch, int64_t height, int64_t width,          \
-                                              int threads) {                                                         \
-        convolve_frames<IN, OUT>(x, filters, {bias, gate, residual}, y, relu, transposed, batch, height, width,      \
-                                 threads);                                                                           \
-    }                                                                                                                \
-    extern "C" void conv_backward_##IN##_##OUT(const BFloat16* x, const BFloat16* dy, float* sums, float* bias_sums, \
-                                               int relu, int64_t batch, int64_t height, int64_t width,               \
-                                               int threads) {                                                        \
-        correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                      \
+#define CONVOLUTIONS(IN, OUT)                                                                                           \
+    extern "C" void conv_forward_##IN##_##OUT(                                                                          \
+        const BFloat16* x, const float* filters, const float* bias, const BFloat16* gate, const BFloat16* residual,     \
+        BFloat16* y, int64_t relu, int64_t transposed, int64_t batch, int64_t height, int64_t width, int64_t threads) { \
+        convolve_frames<IN, OUT>(                                                                                       \
+            x, filters, {bias, gate, residual}, y, relu, transposed, batch, height, width, threads);                    \
+    }                                                                                                                   \
+    extern "C" void conv_backward_##IN##_##OUT(                                                                         \
+        const BFloat16* x, const BFloat16* dy, float* sums, float* bias_sums, int64_t relu, int64_t batch,              \
+        int64_t height, int64_t width, int64_t threads) {                                                               \
+        correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                         \
     }
 
 CONVOLUTIONS(16, 16)

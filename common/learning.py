@@ -1,0 +1,63 @@
+"""The backward pass of a minibatch, in pieces and over all ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
+
+
+def micro_batches(
+    minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given.
+
+    With `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has
+    room for, at least one. `size` None: 512 on a CPU; the whole minibatch on a GPU, which small pieces leave idle.
+    """
+    first = minibatch[0]
+    if size is None:
+        size = CPU_MICRO_BATCH if first.device.type == "cpu" else first.shape[: dim + 1].numel()
+    items = max(1, min(size, at_most or size) // first.shape[:dim].numel())
+    return zip(*(x.split(items, dim) for x in minibatch), strict=True)
+
+
+def backward(
+    loss_of: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    minibatch: Sequence[Tensor],
+    micro_batch_size: int | None,
+    world: Any,
+    dim: int = 0,
+    at_most: int | None = None,
+) -> dict[str, Tensor]:
+    """Compute the gradient of the mean loss of a minibatch, averaged over the ranks.
+
+    The minibatch goes through the network in pieces that bound the memory. Their gradients add up to that of the whole,
+    since `loss_of` is a mean over the steps that it gets.
+
+    Args:
+        loss_of: takes a piece of each tensor, returns the loss and metrics, means over the piece.
+        minibatch: tensors with the same number of samples in dimension `dim`.
+        micro_batch_size, at_most: steps of a piece; see `micro_batches`.
+        world: the ranks (`common.world.World`).
+
+    Returns:
+        The metrics of the whole minibatch, on the device, of this rank.
+    """
+    total = {}
+    for piece in micro_batches(minibatch, micro_batch_size, dim, at_most):
+        share = piece[0].shape[dim] / minibatch[0].shape[dim]
+        loss, metrics = loss_of(*piece)
+        (loss * share).backward()
+        for tag, value in metrics.items():
+            total[tag] = total.get(tag, 0) + value.detach() * share
+    world.all_reduce_gradients()
+    return total
+
+
+def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each metric over the gradient steps that have it, still on the device."""
+    tags = dict.fromkeys(tag for metrics in history for tag in metrics)
+    return {tag: torch.stack([torch.as_tensor(m[tag]) for m in history if tag in m]).mean() for tag in tags}

@@ -1,0 +1,119 @@
+"""Procgen as a Gymnasium vector environment."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+# fmt: off
+PROCGEN_GAMES = [
+    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
+    "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
+]
+# fmt: on
+# The C++ code aborts the whole process on any other pair of game and mode.
+PROCGEN_MODES = {
+    "easy": PROCGEN_GAMES,
+    "hard": PROCGEN_GAMES,
+    "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
+    "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
+    "exploration": ["caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"],
+}
+
+
+class ProcgenVectorEnv(VectorEnv):
+    """Procgen's own vectorised environment, with C++ threads that step all copies at once.
+
+    Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
+    the last frame of an episode. Environment i plays `games[i % len(games)]`.
+
+    Args:
+        games: names out of PROCGEN_GAMES.
+        seed: of the level draws (procgen's `rand_seed`; without it they come from the operating system's entropy).
+        distribution_mode: easy, hard, extreme, memory or exploration.
+        num_levels: how many different levels there are; 0 for no limit.
+        start_level: the first level.
+        num_threads: C++ threads that step the environments; 0 steps them in the caller's thread.
+        render: also draw 512x512 frames, for `render`.
+    """
+
+    metadata = {  # noqa: RUF012  (gymnasium declares it so)
+        "autoreset_mode": AutoresetMode.SAME_STEP,
+        "render_modes": ["rgb_array"],
+        "render_fps": 15,
+    }
+
+    def __init__(
+        self,
+        games: list[str],
+        num_envs: int,
+        seed: int,
+        distribution_mode: str = "easy",
+        num_levels: int = 0,
+        start_level: int = 0,
+        num_threads: int = 4,
+        render: bool = False,
+    ):
+        import gym_notices.notices
+
+        gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
+        from procgen import ProcgenGym3Env
+
+        # Exploration mode is one fixed level of the hard distribution and refuses these two.
+        levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
+        self.render_mode = "rgb_array" if render else None
+        self.gym3_env = ProcgenGym3Env(
+            num=num_envs,
+            env_name=",".join(games),
+            distribution_mode=distribution_mode,
+            num_threads=num_threads,
+            rand_seed=seed,
+            render_mode=self.render_mode,
+            **levels,
+        )
+        self.games, self.num_envs = games, num_envs
+        self.started = False  # whether `start` has begun the step that `step` is to finish
+        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Return the current frames, uint8 [num_envs, 64, 64, 3]. Procgen starts episodes by itself: this does not."""
+        _, observation, _ = self.gym3_env.observe()
+        return observation["rgb"], {}
+
+    def start(self, actions: np.ndarray) -> None:
+        """Begin a step, which the C++ threads then make. Only `step`, with the same actions, may follow."""
+        self.gym3_env.act(actions)
+        self.started = True
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """Take one action in each environment: int [num_envs]."""
+        if not self.started:
+            self.start(actions)
+        self.started = False
+        rewards, observation, first = self.gym3_env.observe()
+        return observation["rgb"], rewards, first, np.zeros_like(first), {}
+
+    def render(self) -> list[np.ndarray]:
+        """The current frame of each environment, uint8 [512, 512, 3]."""
+        return [info["rgb"] for info in self.gym3_env.get_info()]
+
+    def level_seeds(self) -> list[int]:
+        """The seed of the level that each environment plays at present."""
+        return [info["level_seed"] for info in self.gym3_env.get_info()]
+
+    def get_states(self) -> list[torch.Tensor]:
+        """The complete state of each environment: uint8, some 29 KB each."""
+        return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.gym3_env.get_state()]
+
+    def set_states(self, states: list[torch.Tensor]) -> None:
+        """Put the environments into states that `get_states` returned. This overwrites their set of levels, too."""
+        self.gym3_env.set_state([state.numpy().tobytes() for state in states])
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.gym3_env.close()
+        del self.gym3_env  # here and now: cffi crashes where the garbage collector frees its buffers

@@ -1,0 +1,188 @@
+"""Settings: the values they may have, the settings that all scripts share, and how the command line sets them."""
+
+import inspect
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from common.errors import InputError
+
+T = TypeVar("T", int, float)
+
+
+class Limits(NamedTuple):
+    """The numbers that a setting may have: `holds` tells, `words` says."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < math.inf)]
+NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
+Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+
+# Old or foreign names of flags, which the command line accepts
+ALIASES = {"--baseline-coef": "--vf-coef"}  # rllte's and TorchBeast's name
+
+
+def flag(name: str) -> str:
+    """The command line's name of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_limits(args: Any) -> None:
+    """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        given = getattr(args, name)
+        values = [value for value in (given if isinstance(given, tuple) else (given,)) if value is not None]
+        for value, each in itertools.product(values, (hint, *get_args(hint))):
+            choices = get_args(each) if get_origin(each) is Literal else [value]
+            if value not in choices:
+                raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(map(str, choices))}.")
+            for limits in getattr(each, "__metadata__", ()):
+                if isinstance(limits, Limits) and not limits.holds(value):
+                    raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+
+
+@dataclass
+class RunArgs:
+    # ---- evaluation
+    eval_interval: NotNegative[int] = 0
+    """environment steps between evaluations on held-out levels (the last is at the end of the run); 0 for none"""
+    eval_episodes: Positive[int] = 64
+    """episodes that each evaluation plays with sampled actions, and again with the most likely ones"""
+    eval_num_levels: int = 0
+    """number of Procgen levels to evaluate on; 0 for all levels, the usual test set"""
+    eval_start_level: int = 0
+    """first Procgen level to evaluate on (needs --eval-num-levels)"""
+
+    # ---- run
+    exp_name: str = "run"
+    """name of the experiment, a part of the run folder's name; default: the script's name"""
+    seed: int = 1
+    """seed of the networks, the sampled actions and the environments"""
+    device: str = "auto"
+    """auto (a CUDA GPU if there is one, else the CPU), cpu, cuda or cuda:N"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """number format of the convolutional encoder; auto: bf16 where the device has instructions for it"""
+    micro_batch_size: Positive[int] | None = None
+    """steps of a minibatch that go through the network at a time; None: 512 on a CPU, all on a GPU"""
+    accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
+    """how the convolutional encoder runs: as it is, compiled by torch.compile, or as CUDA graphs (on a GPU)"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
+    runs_dir: str = "runs"
+    """folder for run folders"""
+    resume: str | None = None
+    """continue the run in this folder; auto: the newest unfinished run with the same settings"""
+    init_from: str | None = None
+    """start a new run with the weights of this run folder, model or checkpoint"""
+    init_heads: Literal["keep", "policy", "reset"] = "keep"
+    """heads to take over with --init-from: all, the policy's alone, or none"""
+    checkpoint_interval: NotNegative[float] = 5.0
+    """minutes between checkpoints on disk; 0 for one after each iteration"""
+    keep_checkpoints: Positive[int] = 2
+    """number of newest checkpoints to keep"""
+    track: bool = False
+    """also log to Weights & Biases (needs the package wandb)"""
+    wandb_project_name: str = "procgen"
+    """project in Weights & Biases"""
+    wandb_entity: str | None = None
+    """team in Weights & Biases"""
+    capture_video: bool = False
+    """write videos of environment 0 into the run folder (slower: Procgen then also draws 512x512 frames)"""
+
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        """What must hold between settings: pairs of a condition and a sentence that says what to change."""
+        heads = "--init-heads is for a run that starts from another: add --init-from, or leave it out."
+        yield self.init_heads == "keep" or bool(self.init_from), heads
+        levels = "--eval-num-levels and --eval-start-level are for evaluations: add --eval-interval, or leave them out."
+        yield self.eval_interval > 0 or not (self.eval_num_levels or self.eval_start_level), levels
+        for name, package in (("track", "wandb"), ("capture_video", "av")):
+            message = f"{flag(name)} needs a package: pip install {package}, or leave {flag(name)} out."
+            yield not getattr(self, name) or bool(find_spec(package)), message
+
+    def validate(self) -> None:
+        """Raise InputError for the first setting, or combination of settings, that cannot work."""
+        check_limits(self)
+        for holds, message in self.constraints():
+            if not holds:
+                raise InputError(message)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is of an annotated type."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def with_saved(args_class: type, saved: Mapping[str, Any], may_be_missing: set[str] = frozenset()) -> Any:
+    """`args_class` with settings that were read from a file, but for `resume`. Raises InputError if they do not fit."""
+    hints = get_type_hints(args_class)
+    saved = {name: getattr(args_class(), name) for name in may_be_missing & hints.keys()} | saved
+    wrong = sorted(name for name in saved.keys() | hints if name not in hints or not fits(saved.get(name), hints[name]))
+    if wrong:
+        raise InputError(f"the run was made by a script with other flags ({', '.join(map(flag, wrong))}).")
+    return args_class(**saved | {"resume": None})
+
+
+SECTIONS = ("environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run")  # in the order of --help
+
+
+def sections(args_class: type) -> dict[str, dict[str, str]]:
+    """Each section's settings with their help. A comment like `# ---- algorithm` in a dataclass opens a section.
+
+    Reads the source, as tyro does for help texts: the help of a setting is the string below it.
+    """
+    found = {title: {} for title in SECTIONS}
+    titles = {}
+    for parent in reversed(args_class.__mro__[:-1]):
+        title = SECTIONS[-1]
+        for line in re.finditer(
+            r'^    (?:# -+ (.+)|(\w+): .+(?:\n    """([^"]*)""")?)', inspect.getsource(parent), re.M
+        ):
+            title, name, text = line[1] or title, line[2], line[3]
+            if name in parent.__annotations__:
+                section = found.setdefault(titles.setdefault(name, title), {})
+                section[name] = " ".join(text.split()) if text else section.get(name, "")
+    return {title: section for title, section in found.items() if section}
+
+
+def parse(args_class: type, default: Any, words: Sequence[str] | None = None) -> Any:
+    """`args_class` as the command line (or `words`) sets it, where it differs from `default`; `--help` shows the
+    sections."""
+    hints, groups = get_type_hints(args_class, include_extras=True), []
+    for title, helps in sections(args_class).items():
+        flags = [
+            (name, Annotated[hints[name], tyro.conf.arg(help=text)], field(default=getattr(default, name)))
+            for name, text in helps.items()
+        ]
+        group = make_dataclass(title.replace(" ", "_"), flags, namespace={"__doc__": ""})
+        groups.append((group.__name__, tyro.conf.OmitArgPrefixes[group], field(default_factory=group)))
+    description = (inspect.getmodule(args_class).__doc__ or "").partition("\n")[0]
+    words = sys.argv[1:] if words is None else words
+    words = [re.sub(r"^--[\w-]+", lambda name: ALIASES.get(name[0], name[0]), word) for word in words]
+    view = tyro.cli(make_dataclass("Args", groups), args=words, description=description)
+    return args_class(
+        **{name: value for group in fields(view) for name, value in vars(getattr(view, group.name)).items()}
+    )
+
+
+@dataclass
+class Resume:
+    resume: str | None = None
+
+
+def resumed_folder() -> str | None:
+    """The folder that the command line names with `--resume`; None where it names none."""
+    given, _ = tyro.cli(Resume, args=sys.argv[1:], return_unknown_args=True, add_help=False)
+    return None if given.resume in ("auto", "None") else given.resume

@@ -1,0 +1,52 @@
+"""Videos of an environment."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+
+def open_video(path: Path, fps: float) -> Any:
+    """An MP4 with a method `write_frame` for uint8 [height, width, 3], and `close`. Needs the package av."""
+    import imageio.v3  # comes with procgen; only videos need it
+
+    writer = imageio.v3.imopen(str(path), "w", plugin="pyav")
+    writer.init_video_stream("libx264", fps=fps)
+    return writer
+
+
+class RecordFirstEnv(VectorWrapper):
+    """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule of
+    Gymnasium's RecordVideo). Nothing is written until `folder` is set."""
+
+    def __init__(self, envs: VectorEnv):
+        super().__init__(envs)
+        self.folder: Path | None = None
+        self.episode, self.writer = 0, None
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode
+        if self.folder is not None and (cubic if self.episode < 1000 else self.episode % 1000 == 0):
+            self.add(self.env.render()[0])
+        result = self.env.step(actions)
+        _, _, terminations, truncations, _ = result
+        if terminations[0] or truncations[0]:
+            self.finish_video()
+            self.episode += 1
+        return result
+
+    def add(self, frame: np.ndarray) -> None:
+        if self.writer is None:
+            self.folder.mkdir(exist_ok=True)
+            self.writer = open_video(self.folder / f"episode-{self.episode}.mp4", self.metadata.get("render_fps", 30))
+        self.writer.write_frame(frame)
+
+    def finish_video(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def close(self, **kwargs: Any) -> None:
+        self.finish_video()
+        super().close(**kwargs)

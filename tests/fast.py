@@ -1,0 +1,101 @@
+"""What makes tests of whole runs fast: a small network for Procgen, and processes that need not load anything."""
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from conftest import Glance
+
+import impala
+import ppg
+import ppo
+
+ROOT = Path(__file__).parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+
+if "PRELOAD" in os.environ:  # in the server that the processes are forked from
+    import torch._dynamo  # which PyTorch does when it makes the first optimizer
+
+    from common.procgen_env import ProcgenVectorEnv
+
+    ProcgenVectorEnv(["coinrun"], 1, seed=0, num_threads=0).close()  # the assets; starts no thread
+
+
+@contextlib.contextmanager
+def small_networks():
+    """The scripts' agents see frames through `Glance`."""
+    with contextlib.ExitStack() as stack:
+        for script in (ppo, ppg, impala):
+            stack.enter_context(mock.patch.object(script, "ImpalaCNN", lambda shape, dim, init_fn: Glance(shape, dim)))
+        yield
+
+
+def start_server() -> None:
+    """Start the process that a `Script` is forked from, unless it runs. It gets ready in the background."""
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PRELOAD": "1"}
+    with mock.patch.dict(os.environ, environment):
+        FORKS.set_forkserver_preload(["fast"])
+        multiprocessing.forkserver.ensure_running()
+
+
+class Fork:
+    """`function(*args)` in a process of its own; `output` and `errors` are what it has printed so far.
+
+    It is forked from a server that has loaded PyTorch and Procgen, which takes ten times as long as the run of a test.
+    """
+
+    def __init__(self, folder: Path, function: Callable, *args):
+        start_server()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = [folder / "output", folder / "errors"]
+        for file in self.files:
+            file.write_text("")
+        self.process = FORKS.Process(target=run_fork, args=(self.files, function, args), daemon=True)
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        return self.files[0].read_text()
+
+    @property
+    def errors(self) -> str:
+        return self.files[1].read_text()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait until the process has come so far that `condition` holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.is_alive(), self.errors
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    def wait(self, seconds: float = 60) -> int:
+        """Wait until the process ends; its exit status, or minus the signal that killed it."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, self.output
+        return self.process.exitcode
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+def run_fork(files: list[Path], function: Callable, args: tuple) -> None:
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY), descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children ignore it
+    function(*args)
+
+
+def run_script(name: str, words: list[str]) -> None:
+    """`python <name>.py <words>`, with `small_networks`."""
+    script = {"ppo": ppo, "ppg": ppg, "impala": impala}[name]
+    sys.argv = [f"{name}.py", *words]
+    with small_networks():
+        script.run_script(script.main, script.Args)

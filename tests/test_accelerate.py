@@ -1,0 +1,605 @@
+"""The kernels take the place of just what they compute: networks as written against themselves, accelerated."""
+
+import copy
+import functools
+import io
+import random
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import parametrizations, parametrize, spectral_norm
+
+from common import accelerate as module
+from common import kernels
+from common.accelerate import accelerate
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels=16):
+        super().__init__()
+        self.conv0 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+class ImpalaCNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers, channels = [], 3
+        for out_channels in (16, 32, 32):
+            layers += [nn.Conv2d(channels, out_channels, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
+            layers += [ResidualBlock(out_channels), ResidualBlock(out_channels)]
+            channels = out_channels
+        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 8 * 8, 8), nn.ReLU())
+
+    def forward(self, frames):
+        bf16 = torch.is_autocast_enabled(frames.device.type)
+        return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
+
+
+class Agent(nn.Module):
+    """Any encoder, and a layer of another kind."""
+
+    def __init__(self, *encoder):
+        super().__init__()
+        self.encoder = nn.Sequential(*encoder) if len(encoder) > 1 else encoder[0]
+        self.head = nn.Linear(1, 1)
+
+
+def made(make, *arguments, mode="eager"):
+    """What `make` makes as it is and accelerated, with the same weights."""
+    torch.manual_seed(0)
+    plain = make(*arguments)
+    agent = Agent(copy.deepcopy(plain))
+    accelerate(agent, mode)
+    return plain, agent.encoder
+
+
+def images(channels=16, size=8):
+    x = torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(1))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def results(network, x):
+    """Outputs and all gradients, and what became of the input, which an operation in place changes."""
+    random.seed(0)
+    x = x.clone().requires_grad_()
+    held = x.clone()
+    y = network(held)
+    network.zero_grad()
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    return [y, held, x.grad, *(p.grad for p in network.parameters() if p.grad is not None)]
+
+
+def check_equal(ours, theirs, x, close=False):
+    for mine, other in zip(results(ours, x), results(theirs, x), strict=True):
+        assert mine.dtype == other.dtype
+        torch.testing.assert_close(mine, other, **({} if close else {"rtol": 0, "atol": 0}))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels that have run, as if there were one for all: in their place PyTorch computes what they stand for."""
+    names = []
+
+    def block(x, *filters):
+        names.append(("block", *map(id, filters)))
+        h = F.conv2d(F.relu(x), *filters[:2], padding=1)
+        return x + F.conv2d(F.relu(h), *filters[2:], padding=1)
+
+    def conv_max_pool(x, weight, bias):
+        names.append(("pair", id(weight), id(bias)))
+        return F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)
+
+    monkeypatch.setattr(module, "ResidualBlockFunction", type("Stand", (), {"apply": staticmethod(block)}))
+    monkeypatch.setattr(module, "conv_max_pool", conv_max_pool)
+    monkeypatch.setattr(module, "convolves", lambda x, weight: x.dtype == torch.float32)
+    monkeypatch.setattr(kernels, "build", lambda: True)
+    monkeypatch.setattr(module, "build", lambda: True)
+    return names
+
+
+def kinds(ran):
+    return [name for name, *_ in ran]
+
+
+# ----------------------------------------------------------------------------------------------- the network as it is
+
+
+@pytest.mark.skipif(kernels.build() is None, reason="no C++ compiler here")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkeypatch, capsys):
+    """A layout or dtype that keeps it from them would cost speed unseen."""
+    names, call = [], kernels.call
+    monkeypatch.setattr(kernels, "call", lambda name, *a: names.append(name.split("_torch")[0]) or call(name, *a))
+    monkeypatch.setattr(kernels, "cpu_has", lambda instructions: False)  # AMX takes over the convolutions
+    theirs, ours = made(ImpalaCNN)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    frames, found = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8), []
+    for network, bf16 in ((copy.deepcopy(theirs), False), (theirs, precision == "bf16"), (ours, precision == "bf16")):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=False):
+            features = network(frames)
+        features.sum().backward()
+        assert features.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        found.append((features.float(), torch.cat([p.grad.flatten() for p in network.parameters()])))
+    for exact, other, mine in zip(*found, strict=True):  # bfloat16 is that coarse in PyTorch's own kernels, too
+        assert (mine - exact).norm() < 1.5 * (other - exact).norm() + 1e-5 * exact.norm()
+        assert (other - exact).norm() < 0.1 * exact.norm()
+    expected = Counter({"conv_pool_forward": 1, "conv_pool_backward": 1, "pool_forward": 2, "pool_backward": 2})
+    if precision == "bf16" and hasattr(kernels.build(), "conv_forward_16_16"):
+        # four convolutions of 16 channels, one to 32, nine of 32; two of each in a backward pass
+        expected |= Counter({"conv_forward_16_16": 8, "conv_forward_16_32": 1, "conv_forward_32_16": 1})
+        expected |= Counter({"conv_forward_32_32": 18, "conv_backward_16_16": 4, "conv_backward_16_32": 1})
+        expected |= Counter({"conv_backward_32_32": 9})
+    assert Counter(names) == expected
+    assert not capsys.readouterr().err
+
+
+def test_input_of_another_dtype_than_autocasts_is_pytorchs(ran):
+    theirs, ours = made(nn.Sequential, *ImpalaCNN().layers[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(images(3)), theirs(images(3)))
+        assert ours(images(3)).dtype == torch.bfloat16
+    assert not ran
+    check_equal(ours, theirs, images(3))
+    assert kinds(ran) == ["pair", "block"]
+
+
+# ------------------------------------------------------------------------------------------------ blocks of all sorts
+
+
+class Sum(ResidualBlock):
+    def __init__(self, channels=16):
+        super().__init__(channels)
+        self.other = nn.Sequential()
+
+    def forward(self, x):
+        return torch.add(self.conv1(self.conv0(x.relu()).relu()), x)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        last, first = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.last = last  # not in the order in which they are called
+        self.first = nn.Sequential(nn.ReLU(), first, nn.ReLU())
+
+    def forward(self, frames):
+        return self.last(self.first(frames)).add(frames)
+
+
+class Loop(ResidualBlock):
+    def forward(self, x):
+        h = x
+        for conv in (self.conv0, self.conv1):
+            h = conv(torch.relu(h))
+        return x + h
+
+
+class Shared(ResidualBlock):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = self.conv0
+
+
+@pytest.mark.parametrize("block", [ResidualBlock, Sum, Body, Loop, Shared])
+def test_blocks_that_compute_the_same_have_kernels(block, ran, capsys):
+    theirs, ours = made(block)
+    check_equal(ours, theirs, images())
+    assert kinds(ran) == ["block"]
+    assert isinstance(ours, block)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert not capsys.readouterr().err
+    assert torch.equal(ours(**{"frames" if block is Body else "x": images()}), ours(images()))
+
+
+def edited(forward, **parts):
+    """A class of blocks with another forward and more modules."""
+
+    def __init__(self):
+        ResidualBlock.__init__(self)
+        for name, part in parts.items():
+            setattr(self, name, part())
+
+    return type("ResidualBlock", (ResidualBlock,), {"__init__": __init__, "forward": forward})
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+def same(self, x):
+    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+def draw(self, x):
+    return x if random.random() < -1 else same(self, x)
+
+
+def training(self, x):
+    h = self.conv1(F.relu(self.conv0(F.relu(x))))
+    return x + h if self.training else x
+
+
+def data(self, x):
+    if x.sum() > 1e9:
+        return x
+    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+def rows(self, x):
+    for row in x:
+        row = self.conv0(row)
+    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+def scaled(self, scale, x):
+    return x + scale * self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+def keep(self, x):
+    self.features = self.conv0(F.relu(x))
+    return x + self.conv1(F.relu(self.features))
+
+
+def show(self, x):
+    print("here")
+    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+def frozen(self, x):
+    with torch.no_grad():
+        h = self.conv0(F.relu(x))
+    return x + self.conv1(F.relu(h))
+
+
+def inner(self, x):
+    def last(h):
+        return self.conv1(h) if random.random() > -1 else h
+
+    return x + last(F.relu(self.conv0(F.relu(x))))
+
+
+def relu(x):
+    return F.relu(x) if random.random() > -1 else x
+
+
+class Method(ResidualBlock):
+    def relu(self, x):
+        return F.relu(x) if random.random() > -1 else x
+
+
+def method(self, x):
+    return x + self.conv1(self.relu(self.conv0(F.relu(x))))
+
+
+def conv(*arguments, **options):
+    return lambda: nn.Conv2d(*arguments, **options)
+
+
+EDITS = {
+    "BatchNorm": edited(
+        lambda self, x: x + self.conv1(F.relu(self.norm(self.conv0(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)
+    ),
+    "unused module": edited(same, act=nn.GELU),
+    "other order": edited(lambda self, x: x + F.relu(self.conv1(F.relu(self.conv0(x))))),
+    "convolutions exchanged twice": edited(lambda self, x: x + self.conv1(F.relu(self.conv1(F.relu(self.conv0(x)))))),
+    "GELU": edited(lambda self, x: x + self.conv1(F.gelu(self.conv0(F.gelu(x))))),
+    "nn.GELU": edited(lambda self, x: x + self.conv1(self.act(self.conv0(self.act(x)))), act=nn.GELU),
+    "one GELU": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.gelu(x))))),
+    "no pre-activation": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(x)))),
+    "activation after": edited(lambda self, x: F.relu(x + self.conv1(F.relu(self.conv0(F.relu(x)))))),
+    "scaled": edited(lambda self, x: x + 0.5 * self.conv1(F.relu(self.conv0(F.relu(x))))),
+    "alpha": edited(lambda self, x: torch.add(x, self.conv1(F.relu(self.conv0(F.relu(x)))), alpha=0.5)),
+    "alpha 0": edited(lambda self, x: torch.add(x, self.conv1(F.relu(self.conv0(F.relu(x)))), alpha=0)),
+    "difference": edited(lambda self, x: x - self.conv1(F.relu(self.conv0(F.relu(x))))),
+    "no skip": edited(lambda self, x: self.conv1(F.relu(self.conv0(F.relu(x))))),
+    "another skip": edited(lambda self, x: x + self.conv1(F.relu(x + self.conv0(F.relu(x))))),
+    "skip from the relu": edited(lambda self, x: (y := F.relu(x)) + self.conv1(F.relu(self.conv0(y)))),
+    "input twice": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x)))) + x),
+    "input to both": edited(lambda self, x: x + self.conv1(F.relu(x)) + 0 * self.conv0(F.relu(x))),
+    "detached": edited(lambda self, x: x.detach() + self.conv1(F.relu(self.conv0(F.relu(x))))),
+    "product": edited(lambda self, x: self.conv0(F.relu(x)) * self.conv1(F.relu(x))),
+    "in place": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x, inplace=True))))),
+    "relu_": edited(lambda self, x: x + self.conv1(self.conv0(F.relu(x)).relu_())),
+    "nn.ReLU in place": edited(
+        lambda self, x: x + self.conv1(self.act(self.conv0(self.act(x)))), act=lambda: nn.ReLU(inplace=True)
+    ),
+    "+=": edited(lambda self, x: x.add_(self.conv1(F.relu(self.conv0(F.relu(x)))))),
+    "parameter": edited(
+        lambda self, x: x + self.gain * self.conv1(F.relu(self.conv0(F.relu(x)))),
+        gain=lambda: nn.Parameter(torch.tensor(0.5)),
+    ),
+    "tuple in": edited(lambda self, x: x[:1] + self.conv1(F.relu(self.conv0(F.relu(x)))) + 0 * x),
+    "stochastic depth": edited(draw),
+    "only while it trains": edited(training),
+    "data-dependent": edited(data),
+    "looks at frames": edited(rows),
+    "partial": edited(functools.partialmethod(scaled, 0.5)),
+    "method named relu": type("Named", (Method,), {"forward": method}),
+    "keeps features": edited(keep),
+    "prints": edited(show),
+    "part without gradients": edited(frozen),
+    "decorated": edited(torch.autocast("cpu", torch.bfloat16)(same)),
+    "calls its superclass": type(
+        "Derived", (ResidualBlock,), {"forward": lambda self, x: ResidualBlock.forward(self, x)}
+    ),
+    "function inside": edited(inner),
+    "function outside": edited(lambda self, x: x + self.conv1(relu(self.conv0(F.relu(x))))),
+    "standardised": edited(same, conv1=lambda: Standardised(16, 16, 3, padding=1)),
+    "stride of other kinds": edited(same, conv0=conv(16, 16, 5, padding=2), conv1=conv(16, 16, 1)),
+    "dilated": edited(same, conv0=conv(16, 16, 3, padding=2, dilation=2)),
+    "grouped": edited(same, conv0=conv(16, 16, 3, padding=1, groups=2)),
+    "without bias": edited(same, conv1=conv(16, 16, 3, padding=1, bias=False)),
+    "circular": edited(same, conv1=conv(16, 16, 3, padding=1, padding_mode="circular")),
+    "24 wide inside": edited(same, conv0=conv(16, 24, 3, padding=1), conv1=conv(24, 16, 3, padding=1)),
+    "32 wide inside": edited(same, conv0=conv(16, 32, 3, padding=1), conv1=conv(32, 16, 3, padding=1)),
+    "spectral_norm": edited(same, conv0=lambda: spectral_norm(nn.Conv2d(16, 16, 3, padding=1))),
+    "spectral norm": edited(same, conv0=lambda: parametrizations.spectral_norm(nn.Conv2d(16, 16, 3, padding=1))),
+    "weight norm": edited(same, conv0=lambda: parametrizations.weight_norm(nn.Conv2d(16, 16, 3, padding=1))),
+}
+
+
+@pytest.mark.parametrize("block", EDITS.values(), ids=EDITS.keys())
+def test_edited_blocks_run_as_written(block, ran, capsys):
+    theirs, ours = made(block)
+    check_equal(ours, theirs, images())
+    assert not ran
+    assert type(ours) is block
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "encoder.conv0, encoder.conv1" in err
+
+
+# ------------------------------------------------------------------------------------------------ poolings of all sorts
+
+
+class Other(nn.MaxPool2d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Row(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+FIRST, POOL = conv(3, 16, 3, padding=1), nn.MaxPool2d(3, 2, 1)
+ROWS = {
+    "pool 2": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(2)),
+    "pool 2, padded": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(2, 2, 1)),
+    "pool without padding": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2)),
+    "pool with stride 3": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 3, 1)),
+    "ceil_mode": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+    "dilated pool": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, dilation=2)),
+    "AvgPool": lambda: nn.Sequential(FIRST(), nn.AvgPool2d(3, 2, 1)),
+    "a class of pools": lambda: nn.Sequential(FIRST(), Other(3, 2, 1)),
+    "a layer between": lambda: nn.Sequential(FIRST(), nn.ReLU(), POOL),
+    "no pool": lambda: nn.Sequential(FIRST()),
+    "a class of rows": lambda: Row(FIRST(), POOL),
+    "standardised": lambda: nn.Sequential(Standardised(3, 16, 3, padding=1), POOL),
+    "stride 2": lambda: nn.Sequential(conv(3, 16, 3, stride=2, padding=1)(), POOL),
+    "5x5": lambda: nn.Sequential(conv(3, 16, 5, padding=1)(), POOL),
+    "without padding": lambda: nn.Sequential(conv(3, 16, 3)(), POOL),
+    "dilated": lambda: nn.Sequential(conv(3, 16, 3, padding=1, dilation=2)(), POOL),
+    "without bias": lambda: nn.Sequential(conv(3, 16, 3, padding=1, bias=False)(), POOL),
+    "reflected": lambda: nn.Sequential(conv(3, 16, 3, padding=1, padding_mode="reflect")(), POOL),
+    "24 channels": lambda: nn.Sequential(conv(3, 24, 3, padding=1)(), POOL),
+    "grouped": lambda: nn.Sequential(conv(3, 48, 3, padding=1, groups=3)(), POOL),
+    "spectral_norm": lambda: nn.Sequential(spectral_norm(FIRST()), POOL),
+    "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(FIRST()), POOL),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_edited_poolings_run_as_written(row, ran, capsys):
+    theirs, ours = made(row)
+    check_equal(ours, theirs, images(3, 9))
+    assert not ran
+    assert capsys.readouterr().err.count("encoder.0") == 1
+
+
+# ----------------------------------------------------------------------------------------- what comes after accelerate
+
+
+def network():
+    return nn.Sequential(conv(3, 16, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(), Modules())
+
+
+class Modules(Body):
+    """With a module for all."""
+
+
+HOOKS = [
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+]
+PLACES = {
+    "0": "block block",
+    "1": "block block",
+    "2.conv0": "pair block",
+    "3.first": "pair block",
+    "3.first.0": "pair block",
+}
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("place", PLACES)
+def test_hooks_fire(place, register, ran):
+    """Those from before, which keep the kernels away for good, and those from after, until they are removed."""
+    calls = []
+    plain = network()
+    handle = getattr(plain.get_submodule(place), register)(lambda *_: calls.append("before"))
+    agent = Agent(plain)
+    accelerate(agent, "eager")
+    results(plain, images(3, 16))
+    assert calls == ["before"]
+    assert kinds(ran) == PLACES[place].split()
+    handle.remove()
+    ran.clear(), calls.clear()
+    theirs, ours = made(network)
+    handle = getattr(ours.get_submodule(place), register)(lambda *_: calls.append("after"))
+    check_equal(ours, theirs, images(3, 16))
+    assert calls == ["after"]
+    assert kinds(ran) == PLACES[place].split()
+    handle.remove()
+    ran.clear()
+    check_equal(ours, theirs, images(3, 16))
+    assert kinds(ran) == ["pair", "block", "block"]
+
+
+def test_hooks_for_all_modules_fire(ran):
+    _, ours = made(network)
+    names = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda layer, *_: names.append(type(layer))):
+        ours(images(3, 16))
+    assert names.count(nn.Conv2d) == 5
+    assert not ran
+
+
+def test_a_hook_on_a_block_or_a_row_fires_beside_the_kernels(ran):
+    _, ours = made(network)
+    calls = []
+    ours.register_forward_hook(lambda *_: calls.append("row"))
+    ours[2].register_forward_hook(lambda *_: calls.append("block"))
+    ours(images(3, 16))
+    assert calls == ["block", "row"]
+    assert kinds(ran) == ["pair", "block", "block"]
+
+
+CHANGES = {
+    "spectral_norm": lambda block: spectral_norm(block.conv0),
+    "spectral norm": lambda block: parametrizations.spectral_norm(block.conv1),
+    "weight norm": lambda block: parametrizations.weight_norm(block.conv1),
+    "another forward": lambda block: setattr(block.conv1, "forward", lambda x: 2 * nn.Conv2d.forward(block.conv1, x)),
+    "another convolution": lambda block: setattr(block, "conv1", conv(16, 16, 1)()),
+    "more in its place": lambda block: setattr(block, "conv1", nn.Sequential(conv(16, 16, 1)(), nn.ReLU())),
+    "float64": lambda block: block.to(torch.float64),
+    "no bias": lambda block: setattr(block.conv0, "bias", None),
+    "1x1 and 5x5": lambda block: [
+        setattr(layer, "weight", nn.Parameter(torch.randn(16, 16, size, size)))
+        for layer, size in ((block.conv0, 1), (block.conv1, 5))
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changes_after_accelerate_count(change, ran):
+    theirs, ours = made(ResidualBlock)
+    for block in (theirs, ours):
+        torch.manual_seed(3)
+        change(block)
+    check_equal(ours, theirs, images().to(ours.conv0.weight.dtype))
+    assert not ran
+
+
+def test_what_pytorch_refuses_is_refused(ran):
+    _, ours = made(ResidualBlock)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        ours(images(), scale=2)
+    ours.conv1 = conv(16, 32, 3, padding=1)()
+    with pytest.raises(RuntimeError, match="must match"):
+        ours(images())
+    assert not ran
+
+
+def test_parametrised_and_back(ran):
+    theirs, ours = made(ResidualBlock)
+    for block in (theirs, ours):
+        parametrizations.weight_norm(block.conv0)
+        parametrize.remove_parametrizations(block.conv0, "weight")  # which comes after the bias now
+    check_equal(ours, theirs, images())
+
+
+def test_copies_have_their_own_weights_and_kernels(ran):
+    theirs, ours = made(network)
+    other = copy.deepcopy(ours)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 1e-2
+    state = {name: value + 1e-2 for name, value in theirs.state_dict().items()}
+    check_equal(ours, theirs, images(3, 16))
+    owners = {id(parameter) for parameter in ours.parameters()}
+    assert {name for _, *filters in ran for name in filters} == owners
+    ran.clear()
+    theirs.load_state_dict(state)
+    check_equal(other, theirs, images(3, 16))
+    assert kinds(ran) == ["pair", "block", "block"]
+    assert {name for _, *filters in ran for name in filters}.isdisjoint(owners)
+    ours.load_state_dict(state)  # and into accelerated ones
+    check_equal(ours, theirs, images(3, 16))
+
+
+def test_traces_and_compiled_networks_hold_pytorchs_operations(ran):
+    theirs, ours = made(network)
+    x = images(3, 16)
+    expected = theirs(x)
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(ours, x, check_trace=False), buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.jit.load(buffer)(x), expected)
+    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(ours))(x), expected)
+    assert torch.equal(torch.compile(ours, backend="eager", fullgraph=True)(x), expected)
+    assert not ran
+
+
+# ------------------------------------------------------------------------------------------ the note, modes and devices
+
+
+def test_the_note_names_what_has_no_kernel(ran, capsys):
+    accelerate(Agent(conv(3, 24, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(48), ResidualBlock()), "eager")
+    names = "encoder.0, encoder.2.conv0, encoder.2.conv1"
+    assert capsys.readouterr().err == f"note: PyTorch's own kernels run {names}: ours do not\n"
+
+
+@pytest.mark.parametrize("kind", ["as it is", "no convolutions", "compiled", "no compiler", "not on a CPU"])
+def test_no_note(kind, ran, monkeypatch, capsys):
+    agent = Agent(ImpalaCNN() if kind == "as it is" else EDITS["GELU"]())
+    if kind == "no convolutions":
+        agent = Agent(nn.Linear(3, 3), nn.Tanh())
+    if kind == "no compiler":
+        monkeypatch.setattr(module, "build", lambda: None)
+    if kind == "not on a CPU":
+        agent.to("meta")
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    accelerate(agent, "compile" if kind == "compiled" else "eager")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraphs"])
+def test_modes(mode, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((self, options)))
+    agent = Agent(ImpalaCNN()).to("meta")
+    agent.value_encoder, agent.mlp_encoder, agent.other = (
+        ImpalaCNN().to("meta"),
+        nn.Linear(1, 1),
+        ImpalaCNN().to("meta"),
+    )
+    classes = [type(layer) for layer in agent.modules()]
+    accelerate(agent, mode)
+    assert [type(layer) for layer in agent.modules()] == classes  # no kernels there
+    backend = {"compile": "inductor", "cudagraphs": "cudagraphs"}.get(mode)
+    options = {"dynamic": False, "backend": backend}
+    assert compiled == ([(agent.encoder, options), (agent.value_encoder, options)] if backend else [])
+
+
+def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):
+    def fail(graph, inputs):
+        raise RuntimeError("no such backend")
+
+    theirs, _ = made(ImpalaCNN)
+    agent = Agent(copy.deepcopy(theirs))
+    compile = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile(self, **options | {"backend": fail}))
+    accelerate(agent, "compile")
+    frames = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8)
+    torch.testing.assert_close(agent.encoder(frames), theirs(frames))

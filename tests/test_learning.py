@@ -1,0 +1,205 @@
+"""Minibatches in pieces, layout, kernels and number formats change neither gradients nor what is logged."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from helpers import Silent, estimates
+from torch.nn.utils import parameters_to_vector
+
+import impala
+import ppg
+import ppo
+from common.accelerate import accelerate
+from common.device import resolve_precision
+from common.learning import backward, mean_metrics, micro_batches
+from common.world import World
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import throughput
+
+quick = pytest.mark.quick
+FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
+SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
+ACTIONS = gym.spaces.Discrete(4)
+CPU, WORLD = torch.device("cpu"), World()
+CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {"use_lstm": True})]
+CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
+
+
+def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, prepare=None, **settings):
+    """How the parameters change by learning from random experience, and the metrics; the same for the same sizes.
+
+    `prepare` is called with the agent once it lies on `device`.
+    """
+    torch.manual_seed(0)
+    sizes = {"num_minibatches": 2} | ({} if script is impala else {"num_envs": 6, "num_steps": 8})
+    args = script.Args(**sizes, **settings)
+    agent = script.Agent(space, ACTIONS, args).to(device, dtype)
+    if prepare is not None:
+        prepare(agent)
+    start = parameters_to_vector(agent.parameters()).detach().clone()
+    optimizer = torch.optim.SGD(agent.parameters(), lr=lr)
+
+    def observations(*shape):
+        if len(space.shape) == 3:
+            return torch.randint(0, 256, (*shape, *space.shape), dtype=torch.uint8)
+        return torch.randn(*shape, *space.shape, dtype=dtype)
+
+    if script is impala:
+        obs, actions, logprobs = observations(9, 6), torch.randint(0, 4, (8, 6)), -torch.rand(8, 6, dtype=dtype)
+        rest = torch.randn(8, 6, dtype=dtype), (torch.rand(8, 6) < 0.2).to(dtype), torch.zeros(8, 6, dtype=dtype)
+        batch = impala.Unroll(obs, actions, logprobs, *rest, agent.initial_state(6).to(dtype))
+        batch = impala.Unroll(*(x.to(device) for x in batch))
+        metrics = impala.update(agent, optimizer, batch, args, WORLD)
+    else:
+        rollout = script.new_rollout(8, 6, space, ACTIONS, CPU)
+        rollout = rollout._replace(
+            obs=observations(8, 6), actions=torch.randint(0, 4, (8, 6)), logprobs=-torch.rand(8, 6, dtype=dtype),
+            values=torch.randn(8, 6, dtype=dtype),
+        )  # fmt: skip
+        rollout = script.Rollout(*(x.to(device) for x in rollout))
+        optimizers = optimizer if script is ppo else (optimizer, optimizer)
+        advantages = torch.randn(8, 6, dtype=dtype).to(device)
+        metrics = script.update(agent, optimizers, rollout, *estimates(rollout, advantages), args, WORLD)
+        if script is ppg:
+            obs, returns = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
+            phase = SimpleNamespace(obs=obs, returns=returns)
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, Silent().show_phase, WORLD)
+    return parameters_to_vector(agent.parameters()).detach() - start, {
+        tag: value.item() for tag, value in metrics.items()
+    }
+
+
+@quick
+@CASES
+@pytest.mark.parametrize("size", [1, 7, 16])
+def test_pieces_have_the_gradient_and_the_metrics_of_the_whole_minibatch(script, settings, size):
+    """In float64; 7 divides no minibatch."""
+    whole, whole_metrics = learn(script, VECTORS, torch.float64, 0.05, micro_batch_size=1000, **settings)
+    parts, parts_metrics = learn(script, VECTORS, torch.float64, 0.05, micro_batch_size=size, **settings)
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+    assert parts_metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-9)
+    assert parts_metrics.keys() == whole_metrics.keys()
+
+
+@quick
+def test_backward_averages_losses_and_metrics_and_gradients_over_pieces():
+    """Means weighted by the pieces' sizes; ranks exchange gradients once, after the last piece."""
+    weight, x = torch.tensor(3.0, requires_grad=True), torch.arange(1.0, 8.0)
+    calls = []
+
+    class Spy(World):
+        def all_reduce_gradients(self):
+            calls.append(weight.grad.item())
+
+    def loss_of(piece):
+        loss = (weight * piece).square().mean()
+        return loss, {"loss": loss, "size": torch.tensor(float(len(piece)))}
+
+    metrics = backward(loss_of, [x], 3, Spy())
+    assert calls == [pytest.approx(6 * x.square().mean().item())]
+    assert metrics["loss"].item() == pytest.approx(9 * x.square().mean().item())
+    assert not metrics["loss"].requires_grad
+    assert metrics["size"].item() == pytest.approx((3 * 3 + 3 * 3 + 1 * 1) / 7)
+    history = [{"a": torch.tensor(1.0), "b": 5.0}, {"a": torch.tensor(4.0)}]
+    assert {tag: value.item() for tag, value in mean_metrics(history).items()} == {"a": 2.5, "b": 5.0}
+
+
+@CASES
+def test_layout_and_kernels_change_nothing(script, settings, monkeypatch):
+    """Channels-last frames with our kernels against contiguous ones with PyTorch's, in float32."""
+    prepared = {"prepare": lambda agent: accelerate(agent, "eager")}
+    fast, fast_metrics = learn(script, SMALL, torch.float32, 1e-4, **prepared, **settings)
+    monkeypatch.setattr(
+        script.ImpalaCNN,
+        "forward",
+        lambda self, frames: self.layers((frames.permute(0, 3, 1, 2).float() / 255).contiguous()),
+    )
+    plain, plain_metrics = learn(script, SMALL, torch.float32, 1e-4, **settings)
+    assert not torch.equal(fast, plain)
+    assert (fast - plain).norm() < 1e-3 * plain.norm()
+    assert fast_metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("script", [ppo, ppg, impala], ids=["ppo", "ppg", "impala"])
+def test_bf16_has_nearly_the_gradient_of_float32(script):
+    torch.manual_seed(0)
+    obs, gradients = torch.randint(0, 256, (64, *SMALL.shape), dtype=torch.uint8), []
+    for precision in ("fp32", "bf16"):
+        torch.manual_seed(1)
+        agent = script.Agent(SMALL, ACTIONS, script.Args(precision=precision, init_fn="xavier_uniform"))
+        features = agent.encode(agent.encoder, obs)
+        assert features.dtype == torch.float32
+        (agent.policy_head(features).square().sum() + agent.value_head(features).square().sum()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in agent.encoder.parameters()]))
+        assert all(p.grad.dtype == torch.float32 for p in agent.parameters() if p.grad is not None)
+    exact, rounded = gradients
+    assert 1e-5 < (exact - rounded).norm() / exact.norm() < 0.05
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_behaviour_and_training_passes_agree(script, precision):
+    """The policy ratio before the first gradient step; acting sees N frames at once, training minibatches in pieces."""
+    torch.manual_seed(0)
+    args = script.Args(num_envs=8, num_steps=8, num_minibatches=2, precision=precision, micro_batch_size=13)
+    agent = script.Agent(SMALL, ACTIONS, args)
+    with torch.no_grad():
+        agent.policy_head.linear.weight *= 100  # as far from uniform as a trained policy
+    rollout = script.new_rollout(8, 8, SMALL, ACTIONS, CPU)
+    rollout.obs.random_(0, 256)
+    for t in range(8):
+        with torch.no_grad():
+            rollout.actions[t], rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(rollout.obs[t])
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
+    optimizers = optimizer if script is ppo else (optimizer, optimizer)
+    metrics = script.update(agent, optimizers, rollout, *estimates(rollout, torch.randn(8, 8)), args, WORLD)
+    assert metrics["losses/initial_ratio_deviation"] < 1e-3
+    assert metrics["losses/ratio_deviation"] > 1e-2  # later minibatches are learnt from with a changed policy
+    rollout.logprobs[:] += 0.05
+    metrics = script.update(agent, optimizers, rollout, *estimates(rollout, torch.randn(8, 8)), args, WORLD)
+    assert metrics["losses/initial_ratio_deviation"] > 1e-3
+
+
+@quick
+def test_micro_batches():
+    x, y = torch.arange(10), torch.arange(10.0)
+    pieces = list(micro_batches([x, y], 4))
+    assert [len(a) for a, _ in pieces] == [4, 4, 2]
+    assert torch.equal(torch.cat([a for a, _ in pieces]), x)
+    assert torch.equal(torch.cat([b for _, b in pieces]), y)
+    big = torch.empty(1200, device="meta")  # not a CPU
+    assert [len(a) for (a,) in micro_batches([big], None)] == [1200]
+    assert [len(a) for (a,) in micro_batches([torch.empty(1200)], None)] == [512, 512, 176]
+    sequences = torch.empty(20, 5)
+    assert [a.shape[1] for (a,) in micro_batches([sequences], 45, dim=1)] == [2, 2, 1]
+    assert [a.shape[1] for (a,) in micro_batches([sequences], 3, dim=1)] == [1] * 5
+
+
+def test_precision_auto(monkeypatch):
+    assert [resolve_precision(precision, "cpu") for precision in ("fp32", "bf16")] == ["fp32", "bf16"]
+    for capabilities, expected in (({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({}, "fp32")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        assert resolve_precision("auto", "cpu") == expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert resolve_precision("auto", "cpu") == "fp32"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for capability, expected in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert resolve_precision("auto", "auto") == expected
+
+
+def test_the_flops_that_the_benchmark_counts_are_those_of_the_notes():
+    """Worked out by hand: 3x3 convolutions at 64, 32, 16 and 8 pixels, then 2048 x 256 and the heads."""
+    forward = 0
+    for channels, out, size in ((3, 16, 64), (16, 32, 32), (32, 32, 16)):
+        forward += 2 * 9 * channels * out * size**2 + 4 * 2 * 9 * out * out * (size // 2) ** 2
+    forward += 2 * 2048 * 256 + 2 * 256 * (15 + 1)
+    training = 3 * forward - 2 * 9 * 3 * 16 * 64**2  # but no gradient of the frames
+    assert throughput.flops_per_frame(ppo, ppo.Args()) == (forward, training)

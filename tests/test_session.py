@@ -1,0 +1,272 @@
+"""What the scripts share around their loops: settings and their command line, the end of a run, its metrics."""
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import impala
+import ppg
+import ppo
+from common import settings
+from common.checkpoint import Checkpoints
+from common.envs import EnvGroups, Envs
+from common.errors import InputError, TrainingError
+from common.run import Run, require_finite, to_floats
+from common.settings import parse
+
+SCRIPTS = [ppo, ppg, impala]
+ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+
+
+def make_args(script, runs_dir, **settings):
+    """Three iterations of CartPole."""
+    small = {"num_envs": 4, "num_steps": 4, "num_minibatches": 2, "total_timesteps": 48}
+    if script is ppg:
+        small |= {"n_pi": 2, "e_aux": 1}
+    if script is impala:
+        small |= {"batch_size": 4, "num_actors": 0, "log_interval": 16}
+    return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir)} | small | settings)
+
+
+# -------------------------------------------------------------------------------------------------------- end of a run
+
+
+@pytest.fixture
+def left_open(monkeypatch):
+    """The environments that have been made and not been closed, as it changes."""
+    envs = []
+    for kind in (Envs, EnvGroups):
+
+        def init(self, *args, original=kind.__init__):
+            original(self, *args)
+            envs.append(self)
+
+        def close(self, original=kind.close, **kwargs):
+            original(self, **kwargs)
+            if self in envs:
+                envs.remove(self)
+
+        monkeypatch.setattr(kind, "__init__", init)
+        monkeypatch.setattr(kind, "close", close)
+    return envs
+
+
+@pytest.mark.parametrize(
+    ("script", "changes"),
+    [
+        (ppo, {}),
+        (ppo, {"num_env_groups": 2}),
+        (ppg, {}),
+        (impala, {}),
+        (impala, {"num_actors": 2, "queue_size": 4}),
+    ],
+    ids=["ppo", "ppo groups", "ppg", "impala", "impala actors"],
+)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_closes_environments_and_evaluator(script, changes, error, left_open, tmp_path, monkeypatch):
+    update, opened = script.update, []
+
+    def fail(*args):
+        if opened:
+            raise error("in mid-run")
+        opened.extend(left_open)
+        return update(*args)
+
+    monkeypatch.setattr(script, "update", fail)
+    with pytest.raises(error, match="in mid-run"):
+        script.main(make_args(script, tmp_path, eval_interval=16, eval_episodes=1, **changes))
+    assert len(opened) == {"num_env_groups": 4, "num_actors": 3}.get(next(iter(changes), ""), 2)
+    assert not left_open
+
+
+@ALL
+def test_a_run_that_cannot_begin_closes_its_environments(script, left_open, tmp_path):
+    with pytest.raises(InputError, match="--init-from"):
+        script.main(make_args(script, tmp_path, eval_interval=16, eval_episodes=1, init_from=str(tmp_path / "none")))
+    assert not left_open
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_of_the_actors_that_fails_is_a_training_error(tmp_path, monkeypatch):
+    def broken(*args):
+        raise FloatingPointError("an output is NaN", {"obs": torch.zeros(3)})
+        yield
+
+    monkeypatch.setattr(impala, "act", broken)
+    with pytest.raises(TrainingError, match=r"^an output is NaN: the run stops; .*the batch is .*bad_batch\.pt"):
+        impala.main(make_args(impala, tmp_path, num_actors=1))
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the methods by which the host has read a tensor: on a GPU, each waits for the device."""
+    made = []
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__", "numpy", "cpu"):
+
+        def read(tensor, *args, original=getattr(torch.Tensor, name), name=name, **kwargs):
+            made.append(name)
+            return original(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    return made
+
+
+@pytest.mark.quick
+def test_metrics_are_read_in_one_transfer(reads):
+    tensors = {f"losses/{n}": torch.tensor(n + 0.1) for n in range(5)}
+    metrics = {"a": 2.5} | tensors | {"b": torch.tensor(7), "c": torch.tensor(0.1, dtype=torch.float64), "d": 3.5}
+    values = to_floats(metrics)
+    assert reads == ["tolist"]
+    assert list(values) == list(metrics)
+    assert values == {tag: float(value) for tag, value in metrics.items()}
+    reads.clear()
+    assert require_finite(3, metrics) == values
+    assert reads == ["tolist"]
+    assert to_floats({"a": 1.0}) == {"a": 1.0}
+
+
+@ALL
+def test_an_iteration_reads_its_metrics_once(script, reads, tmp_path, monkeypatch):
+    log, counts = Run.log, []
+
+    def spy(self, *args):
+        reads.clear()
+        log(self, *args)
+        counts.append(len(reads))
+
+    monkeypatch.setattr(Run, "log", spy)
+    script.main(make_args(script, tmp_path))
+    assert counts == [1, 1, 1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_in_metrics_is_found(value):
+    metrics, batch = {"losses/a": torch.tensor(1.0), "losses/b": torch.tensor(value)}, {"obs": torch.zeros(2)}
+    with pytest.raises(TrainingError, match=rf"^losses/b is {value} at step 1,024$") as error:
+        require_finite(1024, metrics, batch)
+    assert error.value.batch is batch
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("part", "name"), [("agent", "weight"), ("intrinsic", "intrinsic.weight"), ("other", "other.weight")]
+)
+def test_nan_in_any_network_is_found(part, name, value):
+    """Also where networks have parameters of the same names."""
+    parts = {key: torch.nn.Linear(2, 2) for key in ("agent", "intrinsic", "other")} | {"optimizer": SimpleNamespace()}
+    stub = SimpleNamespace(parts=parts)
+    Checkpoints.check_finite(stub, 7)
+    parts[part].weight.data[0, 1] = value
+    with pytest.raises(TrainingError, match=f"^{name} is not finite after step 7$"):
+        Checkpoints.check_finite(stub, 7)
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def help_texts(args_class):
+    """The string below each field in the source of a dataclass and its parents."""
+    texts = {}
+    for parent in reversed(args_class.__mro__[:-1]):
+        (tree,) = ast.parse(inspect.getsource(parent)).body
+        for field, text in pairwise(tree.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[field.target.id] = text.value.value
+    return texts
+
+
+@ALL
+def test_help(script, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        parse(script.Args, default=script.Args(), words=["--help"])
+    assert not end.value.code
+    shown = capsys.readouterr()
+    assert not shown.err
+    titles = [title.removesuffix(" options") for title in re.findall(r"╭─ ([\w ]+?) ─", shown.out)]
+    with_intrinsic = ["intrinsic rewards"] if script is not impala else []
+    assert titles == ["options", "environment", "algorithm", "network", "evaluation", *with_intrinsic, "run"]
+    _, description, *_ = (paragraph for paragraph in shown.out.split("\n\n") if paragraph)
+    assert " ".join(description.split("╭")[0].split()) == script.__doc__.splitlines()[0]
+    texts, content = help_texts(script.Args), re.sub(r"[\s│]", "", shown.out)
+    assert texts.keys() == {field.name for field in dataclasses.fields(script.Args)}
+    for name, text in texts.items():
+        assert f"--{name.replace('_', '-')}" in content
+        assert re.sub(r"\s", "", text) in content, name
+        assert text
+        assert "\n" not in text, f"the help of {name} is more than a line"
+
+
+@pytest.mark.parametrize("words", [["--baseline-coef", "0.7"], ["--baseline-coef=0.7"], ["--vf-coef", "0.7"]])
+def test_baseline_coef_is_another_name_of_vf_coef(words):
+    args = parse(impala.Args, default=impala.Args(), words=["--seed", "3", *words, "--env-id", "x"])
+    assert args == impala.Args(seed=3, vf_coef=0.7, env_id="x")
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+LIMITS = {
+    settings.Positive: {
+        *("num_envs", "num_env_groups", "total_timesteps", "num_steps", "num_minibatches", "update_epochs"),
+        *("clip_coef", "clip_coef_vf", "max_grad_norm", "target_kl", "feature_dim", "hidden_dim", "eval_episodes"),
+        *("micro_batch_size", "keep_checkpoints", "e_policy", "e_value", "kl_penalty", "n_pi", "e_aux"),
+        *("num_aux_rollouts", "num_aux_grad_accum", "batch_size", "queue_size", "log_interval"),
+    },
+    settings.NotNegative: {
+        *("learning_rate", "adam_eps", "ent_coef", "vf_coef", "intrinsic_coef", "eval_interval", "num_actors"),
+        *("checkpoint_interval", "beta_clone", "rmsprop_eps"),
+    },
+    settings.Fraction: {
+        *("gamma", "gae_lambda", "norm_reward_gamma", "intrinsic_gamma", "vtrace_lambda", "sample_fraction"),
+    },
+}
+OUTSIDE = {settings.Positive: [0, -1], settings.NotNegative: [-1, -1e-9], settings.Fraction: [1.5, -0.1]}
+INSIDE = {settings.Positive: [1, 1e-9], settings.NotNegative: [0, 1e9], settings.Fraction: [0, 1, 0.5]}
+
+
+@pytest.mark.quick
+@ALL
+def test_limits_belong_to_the_fields(script):
+    names = {field.name for field in dataclasses.fields(script.Args)}
+    for kind, limited in LIMITS.items():
+        for name in limited & names:
+            for value in INSIDE[kind]:
+                settings.check_limits(script.Args(**{name: value}))
+            for value in (*OUTSIDE[kind], math.nan, math.inf, -math.inf):
+                with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} {value} cannot work: use "):
+                    script.Args(**{name: value}).validate()
+
+
+@pytest.mark.quick
+@ALL
+def test_a_number_without_limits_is_checked_elsewhere(script):
+    """Or any would do: the seed and Procgen's levels and threads, by the environments; the bounds of V-trace."""
+    numbers = set()
+    for field in dataclasses.fields(script.Args):
+        hint = str(settings.get_type_hints(script.Args)[field.name])
+        numbers |= {field.name} if "int" in hint or "float" in hint else set()
+    procgen = {"num_levels", "start_level", "num_threads", "eval_num_levels", "eval_start_level"}
+    elsewhere = procgen | {"seed"} | ({"rho_bar", "c_bar", "pg_rho_bar"} if script is impala else set())
+    assert numbers - set().union(*LIMITS.values()) == elsewhere
+
+
+@pytest.mark.quick
+@ALL
+def test_choices_belong_to_the_fields(script):
+    for name in ("precision", "init_fn", "norm_reward", "init_heads", "accelerate"):
+        with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} other is not known: use one of "):
+            script.Args(**{name: "other"}).validate()
+    for name in ("max_grad_norm", "clip_coef" if script is impala else "target_kl", "micro_batch_size"):
+        settings.check_limits(script.Args(**{name: None}))
