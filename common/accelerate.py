@@ -46,7 +46,7 @@ def accelerate(agent: nn.Module, mode: str) -> None:
                 module.__class__ = FusedSequential if convs else nn.Sequential
             missed = {conv: name for conv, name in missed.items() if conv not in convs}
         if missed and mode == "eager" and build() is not None:
-            print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours do not", file=sys.stderr)
+            print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
     for name, module in agent.named_children():
         if mode != "eager" and name.endswith("encoder") and any(isinstance(x, nn.Conv2d) for x in module.modules()):
             torch._dynamo.config.suppress_errors = True

@@ -70,9 +70,29 @@ class BitsEnv(gym.Env):
 
     def step(self, action):
         assert self.action_space.contains(action), repr(action)
-        reward = float((action == self.bits).mean())
+        reward = self.reward(action)
         self.count += 1
         return self.show(), reward, self.count == 10, False, {}
+
+    def reward(self, action):
+        return float((action == self.bits).mean())
+
+
+class AimEnv(BitsEnv):
+    """A random point is shown; the reward is 1 less the mean distance of the action from it in each of two directions.
+
+    10 steps an episode. The best action that does not see the point, 0, earns 6 an episode.
+    """
+
+    observation_space = gym.spaces.Box(-0.8, 0.8, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def show(self):
+        self.point = self.np_random.uniform(-0.8, 0.8, 2).astype(np.float32)
+        return self.point
+
+    def reward(self, action):
+        return float(1 - np.abs(action - self.point).mean())
 
 
 class CueEnv(gym.Env):
@@ -182,6 +202,7 @@ class Glance(torch.nn.Module):
 gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
 gym.register("TestBlind-v0", BlindEnv, max_episode_steps=5)
 gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
+gym.register("TestAim-v0", AimEnv)
 gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
 gym.register("TestCue-v0", CueEnv)
 gym.register("TestLuck-v0", LuckEnv)

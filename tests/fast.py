@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 
 if "PRELOAD" in os.environ:  # in the server that the processes are forked from
-    import torch._dynamo  # which PyTorch does when it makes the first optimizer
+    import torch._dynamo  # noqa: F401  (which PyTorch does when it makes the first optimizer)
 
     from common.procgen_env import ProcgenVectorEnv
 
@@ -68,13 +68,17 @@ class Fork:
     def errors(self) -> str:
         return self.files[1].read_text()
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 60) -> None:
         """Wait until the process has come so far that `condition` holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.is_alive(), self.errors
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
+
+    def wait_for_output(self) -> None:
+        """Wait until the process has printed something, as a script does when its run begins."""
+        self.wait_for(lambda: self.output)
 
     def wait(self, seconds: float = 60) -> int:
         """Wait until the process ends; its exit status, or minus the signal that killed it."""

@@ -36,6 +36,11 @@ def make_args(script, tmp_path, **settings):
     return script.Args(**{"env_id": "CartPole-v1", "runs_dir": str(tmp_path / "runs"), **small} | settings)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _server():
+    fast.start_server()
+
+
 def check_rejected(script, tmp_path, settings, *words):
     """The run is refused in one line that holds all of `words`, and nothing is left behind."""
     with pytest.raises(InputError) as error:
@@ -227,7 +232,11 @@ class StillEnv(gym.Env):
         ("action_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["action space Box", "one-dimensional"]),
         ("observation_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["observation space Box", "flat vectors"]),
         ("observation_space", gym.spaces.Box(0, 1, (8, 8, 3), np.float32), ["observation space Box", "uint8"]),
-        ("observation_space", gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), ["(4, 84, 84)", "height, width", "1 to 4 channels"]),
+        (
+            "observation_space",
+            gym.spaces.Box(0, 255, (4, 84, 84), np.uint8),
+            ["(4, 84, 84)", "height, width", "1 to 4 channels"],
+        ),
         ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["observation space Dict"]),
     ],
 )

@@ -225,7 +225,7 @@ def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, t
 
 def test_interrupted_run_of_the_scripts_own_network_is_the_same_run(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "ImpalaCNN", IMPALA_CNN)
-    settings = {"env_id": "starpilot", "num_envs": 2, "num_steps": 4, "total_timesteps": 5 * 8, "update_epochs": 2}
+    settings = {"env_id": "starpilot", "num_envs": 2, "num_steps": 4, "total_timesteps": 4 * 8, "update_epochs": 1}
     path = interrupted(ppo, 3, tmp_path, monkeypatch, **GAMES | settings)
     assert "encoder.layers.0.weight" in parameters(path)
     resume(ppo, path)
@@ -318,7 +318,7 @@ def test_a_replay_that_differs_is_refused(run_copy):
     content = checkpoint.read_archive(file)
     content["ranks"][0]["phase"]["actions"] ^= 1
     checkpoint.write_archive(file, content)
-    with pytest.raises(InputError, match="^the environments do not repeat what they did"):
+    with pytest.raises(InputError, match=r"^the environments do not repeat what they did"):
         resume(ppg, path)
 
 
@@ -373,7 +373,7 @@ def torture(script, settings, kills, undisturbed, tmp_path):
     reference, words, killed = undisturbed(script, **settings), [], 0
     while killed < kills:
         process = start(script, args, printed, *words)
-        process.wait_for(lambda: bool(process.output))
+        process.wait_for_output()
         time.sleep(rng.uniform(0, 0.5))
         killed += process.process.is_alive()
         process.process.kill()
@@ -637,7 +637,7 @@ def test_only_the_run_s_own_logs_are_cut(run_copy, undisturbed):
 
 def test_what_a_killed_process_leaves_is_removed_and_what_others_put_there_is_not(run_copy, undisturbed):
     path = run_copy(ppo)
-    newest, older = checkpoint.checkpoint_files(path)
+    newest, _ = checkpoint.checkpoint_files(path)
     backup = shutil.copy(newest, newest.with_name(f"{newest.stem}-backup.pt"))
     (newest.parent / "000000000999.pt.tmp").write_text("half")
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -656,7 +656,9 @@ def test_a_run_of_another_script_is_refused(run_copy, tmp_path, monkeypatch):
     other = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "other", other)
     spec.loader.exec_module(other)
-    with pytest.raises(InputError, match=f"^--resume {re.escape(str(path))}: that is a run of ppo.py, not of other.py.$"):
+    with pytest.raises(
+        InputError, match=f"^--resume {re.escape(str(path))}: that is a run of ppo.py, not of other.py.$"
+    ):
         resume(other, path)
     monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path)])
     with pytest.raises(InputError, match="was made by a script with other flags"):
@@ -676,7 +678,7 @@ def test_two_processes_cannot_share_a_run(run_copy, tmp_path):
     with lock_folder(path), pytest.raises(InputError, match="is in use by another process"):
         resume(ppo, path)
     process = start(ppo, game_args(ppo, tmp_path / "new", total_timesteps=10**7), tmp_path / "printed")
-    process.wait_for(lambda: bool(process.output))
+    process.wait_for_output()
     (running,) = (tmp_path / "new").iterdir()
     with pytest.raises(InputError, match="is in use by another process"):
         resume(ppo, running)
@@ -723,7 +725,9 @@ def records(data):
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for record in archive.infolist():
             names = data[record.header_offset + 26 : record.header_offset + 30]  # two lengths
-            begin = record.header_offset + 30 + int.from_bytes(names[:2], "little") + int.from_bytes(names[2:], "little")
+            begin = (
+                record.header_offset + 30 + int.from_bytes(names[:2], "little") + int.from_bytes(names[2:], "little")
+            )
             yield range(begin, begin + record.file_size)
 
 
@@ -733,22 +737,25 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbe
     newest, older = checkpoint.checkpoint_files(path)
     data, good, rng = newest.read_bytes(), checkpoint.newest_checkpoint(path), random.Random(0)
     edges = [0, 1, 4, 100, len(data) // 2, len(data) - 1, len(data) - 22, len(data) - 100]
-    places = edges + [rng.randrange(i * len(data) // 100, (i + 1) * len(data) // 100) for i in range(100)]
+    places = edges + [rng.randrange(i * len(data) // 50, (i + 1) * len(data) // 50) for i in range(50)]
     contents = list(records(data))
     cases = [(data[:place], True) for place in places]
     for place in places:
         flipped = data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
         cases.append((flipped, any(place in content for content in contents)))
-    assert sum(harmful for _, harmful in cases) > 180
+    assert sum(harmful for _, harmful in cases) > 95
     for damaged, harmful in cases:
         newest.write_bytes(damaged)
         found, warning = checkpoint.newest_checkpoint(path), capsys.readouterr().err
         if warning or harmful:
             assert found["step"] == int(older.stem)
-            assert re.match(rf"warning: {re.escape(str(newest))} is damaged(, or not| \(a checksum does not match\)).*: it is", warning)
+            assert re.match(
+                rf"warning: {re.escape(str(newest))} is damaged(, or not| \(a checksum does not match\)).*: it is",
+                warning,
+            )
         else:
             assert same(found, good)
-    newest.write_bytes(cases[50][0])
+    newest.write_bytes(cases[30][0])
     resume(ppo, path)
     check_same_run(path, undisturbed(ppo))
 
@@ -831,7 +838,8 @@ def test_init_from_starts_a_new_run_with_old_weights(script, source, run_copy, t
     changes = {"learning_rate": 0.0, "anneal_lr": False, "num_steps": 16, "total_timesteps": 6 * 64}
     new = script.main(game_args(script, tmp_path / "new", init_from=str(file), **changes))
     assert same(parameters(new), parameters(path))
-    assert deterministic_files(new)[0] != deterministic_files(path)[0]
+    episodes = [[row for row in deterministic_files(each) if "env" in row] for each in (new, path)]
+    assert episodes[0][: len(episodes[1])] != episodes[1]
     assert json.loads((new / "args.json").read_text())["init_from"] == str(file)
 
 
@@ -926,14 +934,16 @@ def test_disk_full_for_a_checkpoint(undisturbed, small_disk, monkeypatch, capsys
 def test_disk_full_for_the_logs(script, small_disk, tmp_path):
     """The run stops with one message, and goes on from its last checkpoint when there is room again."""
     process = start(script, game_args(script, small_disk / "runs", total_timesteps=10**6), tmp_path)
-    process.wait_for(lambda: bool(list(small_disk.glob("runs/*/checkpoints/*.pt"))))
+    process.wait_for(lambda: list(small_disk.glob("runs/*/checkpoints/*.pt")))
     ballast = small_disk / "ballast"
     fill_disk(ballast)
     assert process.wait(60) == 1
     *warnings, error = process.errors.splitlines()
     assert all(line.startswith("warning: no checkpoint at step") for line in warnings)
     (path,) = (small_disk / "runs").iterdir()
-    assert re.match(rf"error: nothing can be logged in {re.escape(str(path))} \(No space left on device\): the run stops; ", error)
+    assert re.match(
+        rf"error: nothing can be logged in {re.escape(str(path))} \(No space left on device\): the run stops; ", error
+    )
     assert f"--resume {path}" in error
     ballast.unlink()
     step = checkpoint.newest_checkpoint(path)["step"]
@@ -983,7 +993,7 @@ def test_nan_leaves_checkpoint_and_batch(script, tmp_path, monkeypatch):
 
 @ALL
 def test_memory_stays_flat(script, tmp_path, monkeypatch):
-    """Over 100 iterations with a checkpoint each."""
+    """Over 60 iterations with a checkpoint each."""
     megabytes, save = [], checkpoint.Checkpoints.save
 
     def spy(self, *args, **kwargs):
@@ -991,9 +1001,9 @@ def test_memory_stays_flat(script, tmp_path, monkeypatch):
         return save(self, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint.Checkpoints, "save", spy)
-    script.main(game_args(script, tmp_path, total_timesteps=100 * 8, num_steps=2, feature_dim=256))
-    assert len(megabytes) >= 100
-    slope, _ = np.polyfit(range(80), megabytes[-80:], 1)
+    script.main(game_args(script, tmp_path, total_timesteps=60 * 8, num_steps=2, feature_dim=256))
+    assert len(megabytes) >= 60
+    slope, _ = np.polyfit(range(40), megabytes[-40:], 1)
     assert slope < 0.02  # a checkpoint has .7 MB
 
 

@@ -79,6 +79,7 @@ def test_learning_never_waits_for_the_device(script, monkeypatch):
     assert all(value.device == meta for value in metrics.values())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("use_lstm", [False, True])
 def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())

@@ -298,7 +298,7 @@ def test_ranks_have_a_gpu_each(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:1")
     assert resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match="which gives each its own"):
+    with pytest.raises(InputError, match="is one GPU for 2 ranks: use --device cuda"):
         resolve_device("cuda:0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # `torch.cuda.set_device` wants a number
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -1,6 +1,7 @@
 """benchmarks/evaluate.py: the figures and the video of a run's agent."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from common.files import lock_folder
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import evaluate
 
+ROOT = Path(__file__).parent.parent
 SMALL = {"num_envs": 4, "num_steps": 2, "num_minibatches": 2, "total_timesteps": 8, "device": "cpu"}
 
 
@@ -178,11 +180,30 @@ def test_bad_run_folders(bossfight, tmp_path):
         evaluate.main(evaluate.Args(copy))
 
 
+def test_readmes_code_lets_agents_act(bossfight, tmp_path):
+    """Of each script; and no step keeps the graph of the one before."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    load, act, act_with_state = (next(b for b in blocks if word in b) for word in ("load_agent", "ppo.Agent", "state["))
+    recurrent = train(impala, tmp_path, "TestCount-v0", use_lstm=True)
+    for script, run_dir, code in (("ppo", bossfight, act), ("impala", recurrent, act + act_with_state)):
+        names = {}
+        exec(load.replace("runs/starpilot__ppg__1__1795202643", str(run_dir)), names)
+        loaded = names["agent"].state_dict()
+        exec(code.replace("ppo", script).replace("runs/...", str(run_dir)), names)
+        assert all(torch.equal(loaded[name], value) for name, value in names["agent"].state_dict().items())
+        assert len(names["obs"]) == 8
+        assert not names["dist"].logits.requires_grad
+    assert names["truncations"].all()  # after 100 steps of episodes of 5
+    assert not names["state"].any()
+    exec(act_with_state.replace("range(100)", "range(4)"), names)
+    assert names["state"].all()
+
+
 def test_from_the_command_line(bossfight):
     words = [str(bossfight), "--levels", "train", "--video-grid", "2", "1", "--video", "x.avi"]
     args = tyro.cli(evaluate.Args, args=words)
     assert (args.run_dir, args.levels, args.video_grid, args.video) == (bossfight, "train", (2, 1), Path("x.avi"))
     command = [sys.executable, "benchmarks/evaluate.py", *words]
-    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert result.stderr.startswith("error: --video x.avi")

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from fast import small_networks
 from helpers import deterministic_files, parameters
 from test_bad_input import check_rejected
 from test_checkpoint import make_args
@@ -18,12 +19,19 @@ import impala
 import ppg
 import ppo
 from common import evaluation
-from common.envs import PROCGEN_GAMES, make_envs
+from common.envs import make_envs
 from common.evaluation import Evaluator, HeldOut, draw, play
+from common.procgen_env import PROCGEN_GAMES
 from common.scores import RETURN_RANGES, normalized
 
 ALL = pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fast_runs():
+    with small_networks():
+        yield
 
 
 class Player(torch.nn.Module):
@@ -86,8 +94,8 @@ def test_a_state_starts_at_zero_with_each_episode():
 
 def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run():
     """Of Procgen's environments, which cannot be reset."""
-    args = ppo.Args(env_id="bigfish", precision="fp32", seed=3)
-    for env_id in ("bigfish", "CartPole-v1"):
+    args = ppo.Args(precision="fp32", seed=3)
+    for env_id in ("bossfight", "CartPole-v1"):
         place = held_out(env_id, 4)
         agent = ppo.Agent(place.envs.single_observation_space, place.envs.single_action_space, args)
         before = torch.get_rng_state()
@@ -145,12 +153,12 @@ def test_levels_are_those_asked_for():
         ppo, ".", env_id="coinrun", num_levels=5, eval_interval=1, eval_num_levels=10, eval_start_level=5,
         eval_episodes=64, num_envs=64,
     )  # fmt: skip
-    evaluator = Evaluator(args, None, CPU, 1, 1)
+    evaluator = Evaluator(args, None, CPU)
     seeds = set(evaluator.held_out.envs.unwrapped.level_seeds())
     assert seeds == set(range(5, 15))
     evaluator.close()
     args.eval_num_levels = args.eval_start_level = 0  # the full distribution, drawn otherwise than in training
-    evaluator = Evaluator(args, None, CPU, 1, 1)
+    evaluator = Evaluator(args, None, CPU)
     training = make_envs("coinrun", 64, seed=args.seed)
     levels = [envs.unwrapped.level_seeds() for envs in (evaluator.held_out.envs, training)]
     assert len(set(levels[0] + levels[1])) == 128
@@ -167,7 +175,7 @@ def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, 
     """Each a first level and a number; 0 is all there are."""
     args = make_args(ppo, ".", env_id="coinrun", eval_interval=1, eval_episodes=1)
     (args.start_level, args.num_levels), (args.eval_start_level, args.eval_num_levels) = training, chosen
-    Evaluator(args, None, CPU, 1, 1).close()
+    Evaluator(args, None, CPU).close()
     assert ("these are not held out" in capsys.readouterr().err) == told
 
 
@@ -178,7 +186,7 @@ def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, 
 )  # fmt: skip
 def test_environments_and_their_quota(env_id, num_envs, episodes, expected):
     args = make_args(ppo, ".", env_id=env_id, num_envs=num_envs, eval_interval=1, eval_episodes=episodes)
-    evaluator = Evaluator(args, None, CPU, 1, 1)
+    evaluator = Evaluator(args, None, CPU)
     assert (evaluator.held_out.envs.num_envs, evaluator.episodes_per_env) == expected
     evaluator.close()
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from helpers import parameters
-from test_acceleration import FRAMES, learn
+from test_learning import FRAMES, learn
 from test_training import short_args
 
 import common.memory
 import impala
 import ppg
 import ppo
-from common.device import compile_encoders
+from common.accelerate import accelerate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def test_accelerate_has_the_results_of_eager(script, mode, monkeypatch):
     eager, eager_metrics = learn(script, FRAMES, torch.float32, 1e-4, device=CUDA)
 
     def prepare(agent):
-        compile_encoders(agent, mode)
+        accelerate(agent, mode)
         monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
         torch._dynamo.utils.counters.clear()
 

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fast import small_networks
 from gymnasium.wrappers import TransformReward
 from helpers import parameters
-from test_checkpoint import check_same_run, interrupted, make_args, resume
+from test_checkpoint import GAMES, check_same_run, interrupted, make_args, resume
 
 import impala
 import ppg
 import ppo
 from common import intrinsic
-from common.checkpoint import load_weights
 from common.errors import InputError, TrainingError
+from common.load import load_weights
 from common.reward_scale import RewardNormalizer
 from common.world import World
 
@@ -273,10 +274,11 @@ def test_pretraining_does_not_see_the_task(script, tmp_path):
 @BOTH
 @KINDS
 def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
-    settings = {"intrinsic_reward": kind, "env_id": "CartPole-v1"}
-    whole = script.main(make_args(script, tmp_path / "whole", **settings))
-    path = interrupted(script, 8, tmp_path / "cut", monkeypatch, **settings)
-    resume(script, path)
+    settings = GAMES | {"intrinsic_reward": kind, "num_steps": 4, "total_timesteps": 96}
+    with small_networks():
+        whole = script.main(make_args(script, tmp_path / "whole", **settings))
+        path = interrupted(script, 4, tmp_path / "cut", monkeypatch, **settings)
+        resume(script, path)
     check_same_run(path, whole)
 
 

@@ -282,6 +282,7 @@ def test_folder_of_ids_with_separators(tmp_path):
 # ------------------------------------------------------------------------------------------------------ auxiliary phase
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("n_pi", "expected"), [(2, [2, 1]), (3, [3]), (1, [1, 1, 1]), (32, [3])])
 def test_auxiliary_phase_sees_every_iteration(n_pi, expected, tmp_path, monkeypatch):
     auxiliary_phase, seen, collected = ppg.auxiliary_phase, [], []
@@ -387,7 +388,12 @@ def test_a_wake_up_lost_to_a_signal_does_not_hold_the_end_up(tmp_path, monkeypat
 
 
 def run_tracked(folder, words):
-    names = ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")  # else it writes below the home folder
+    names = (
+        "WANDB_DIR",
+        "WANDB_CACHE_DIR",
+        "WANDB_CONFIG_DIR",
+        "WANDB_DATA_DIR",
+    )  # else it writes below the home folder
     os.environ |= {name: str(folder / "wandb") for name in names} | {"WANDB_MODE": "offline"}
     os.chdir(folder)
     fast.run_script("ppo", words)

@@ -111,13 +111,13 @@ def test_a_part_of_the_actors_that_fails_is_a_training_error(tmp_path, monkeypat
 def reads(monkeypatch):
     """The names of the methods by which the host has read a tensor: on a GPU, each waits for the device."""
     made = []
+
+    def spy(name):
+        original = getattr(torch.Tensor, name)
+        return lambda tensor, *args, **kwargs: made.append(name) or original(tensor, *args, **kwargs)
+
     for name in ("tolist", "item", "__float__", "__int__", "__bool__", "numpy", "cpu"):
-
-        def read(tensor, *args, original=getattr(torch.Tensor, name), name=name, **kwargs):
-            made.append(name)
-            return original(tensor, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, read)
+        monkeypatch.setattr(torch.Tensor, name, spy(name))
     return made
 
 
@@ -195,11 +195,11 @@ def test_help(script, monkeypatch, capsys):
     assert not end.value.code
     shown = capsys.readouterr()
     assert not shown.err
-    titles = [title.removesuffix(" options") for title in re.findall(r"╭─ ([\w ]+?) ─", shown.out)]
-    with_intrinsic = ["intrinsic rewards"] if script is not impala else []
-    assert titles == ["options", "environment", "algorithm", "network", "evaluation", *with_intrinsic, "run"]
-    _, description, *_ = (paragraph for paragraph in shown.out.split("\n\n") if paragraph)
-    assert " ".join(description.split("╭")[0].split()) == script.__doc__.splitlines()[0]
+    titles = re.findall(r"^(?:╭─)? ((?:[\w-]+ )?options)(?: ─+╮| *)$", shown.out, re.M)
+    groups = ["environment", "algorithm", "network", "evaluation", "intrinsic-rewards", "run"]
+    assert titles == ["options", *(f"{title} options" for title in groups if (title, script) != (groups[4], impala))]
+    _, description, *_ = shown.out.split("\n\n")
+    assert " ".join(description.split()) == script.__doc__.splitlines()[0]
     texts, content = help_texts(script.Args), re.sub(r"[\s│]", "", shown.out)
     assert texts.keys() == {field.name for field in dataclasses.fields(script.Args)}
     for name, text in texts.items():
