@@ -38,7 +38,7 @@ def small_networks():
 
 
 def start_server() -> None:
-    """Start the process that a `Script` is forked from, unless it runs. It gets ready in the background."""
+    """Start the process that a `Fork` is forked from, unless it runs. It gets ready in the background."""
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PRELOAD": "1"}
     with mock.patch.dict(os.environ, environment):
         FORKS.set_forkserver_preload(["fast"])

@@ -51,6 +51,7 @@ def held_out(env_id, num_envs, seed=7, **settings):
     return HeldOut(make_envs(env_id, num_envs, seed=seed, **settings), seed)
 
 
+@pytest.mark.quick
 def test_every_environment_plays_its_first_episodes():
     """Episodes of 1 step and of 20: the first that end would be the short ones."""
     returns, lengths = play(Player(Categorical(torch.ones(2))), held_out("TestLuck-v0", 8), 3, greedy=False, device=CPU)
@@ -83,6 +84,7 @@ def test_greedy_and_stochastic_actions():
         play(halves, held_out("TestBits-v0", 4), 1, greedy=True, device=CPU)
 
 
+@pytest.mark.quick
 def test_a_state_starts_at_zero_with_each_episode():
     player = Player(Categorical(torch.ones(2)))
     _, lengths = play(player, held_out("TestLuck-v0", 6), 3, greedy=False, device=CPU)
@@ -262,6 +264,7 @@ def test_bad_settings(script, settings, words, tmp_path):
     check_rejected(script, tmp_path, {"env_id": "maze", "eval_interval": 64} | settings, *words)
 
 
+@pytest.mark.quick
 def test_an_agent_with_a_memory_is_evaluated_with_it(tmp_path):
     """TestCue pays 1 or 0 at its end: a policy that carried the state over, or dropped it, could not know."""
     args = make_args(impala, tmp_path, env_id="TestCue-v0", use_lstm=True)
