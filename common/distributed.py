@@ -54,7 +54,6 @@ class ProcessGroup(World):
 
     def __init__(self, device: str):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.label = f"rank {self.rank}: "
         hosts = os.environ["GROUP_WORLD_SIZE"]
         self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
         self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"

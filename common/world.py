@@ -18,7 +18,6 @@ class World:
     """A run of one process; `common.distributed.ProcessGroup` does the same over several."""
 
     rank, world_size = 0, 1
-    label = ""  # precedes what a rank prints
     launcher = "python"  # in the command that repeats a run
     begun = None  # after a restart by torchrun: the folder of the run that the ranks were making ("auto": not known)
 

@@ -118,6 +118,13 @@ def test_a_gif(bossfight, tmp_path):
     assert all(tile.std() > 10 for tile in tiles)
 
 
+def test_environments_fill_the_grid_row_by_row(tmp_path):
+    with evaluate.Video(tmp_path / "out.gif", columns=3, seconds=1, size=4, fps=1) as video:
+        video.add([np.full((8, 8, 3), 40 * n, np.uint8) for n in range(6)])
+    with Image.open(tmp_path / "out.gif") as gif:
+        assert np.asarray(gif.convert("L"))[::4, ::4].tolist() == [[0, 40, 80], [120, 160, 200]]
+
+
 def test_a_video(bossfight, tmp_path):
     av = pytest.importorskip("av")
     path = tmp_path / "out.mp4"

@@ -284,10 +284,10 @@ def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
 def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path):
-    settings = {} if script is impala else {"intrinsic_reward": "rnd", "pretraining": True}
-    source = script.main(make_args(script, tmp_path / "pretrained", learning_rate=1e-2, **settings))
+    pretraining = {} if script is impala else {"intrinsic_reward": "rnd", "pretraining": True}
+    source = script.main(make_args(script, tmp_path / "pretrained", learning_rate=1e-2, total_timesteps=64, **pretraining))
     weights = parameters(source)
-    frozen = {"learning_rate": 0.0, "anneal_lr": False}
+    frozen = {"learning_rate": 0.0, "anneal_lr": False, "total_timesteps": 32}
     fresh = parameters(script.main(make_args(script, tmp_path / "fresh", **frozen)))
     heads = {name for name in weights if "_head." in name}
     policy = {name for name in heads if name.startswith("policy_head.")}
@@ -302,7 +302,7 @@ def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path):
     space = gym.spaces.Box(-1, 1, (4,), np.float32)
     other = script.Agent(space, gym.spaces.Discrete(9), script.Args())  # another number of actions
     load_weights(other, str(source), "reset")
-    assert torch.equal(other.encoder.layers[0].weight, weights["encoder.layers.0.weight"])
+    assert torch.equal(other.encoder[0].weight, weights["encoder.0.weight"])
     with pytest.raises(InputError, match=r"policy_head\S+ does not fit\): add --init-heads reset"):
         load_weights(other, str(source))
 
