@@ -51,8 +51,9 @@ class Session:
         self.checkpoint = self.resumed and self.resumed.checkpoint
         done = self.checkpoint["step"] if self.checkpoint else 0
         self.seed = args.seed
-        if self.world.rank or (done and "random" not in self.checkpoint["ranks"][0]):  # other ranks, or other levels
-            self.seed = group_seed(args.seed, RANK_SEEDS + self.world.rank + 1_000_000 * done)
+        redrawn_at = done if done and "random" not in self.checkpoint["ranks"][0] else 0  # other levels from there on
+        if self.world.rank or redrawn_at:
+            self.seed = group_seed(args.seed, RANK_SEEDS + self.world.rank + 1_000_000 * redrawn_at)
         options = {"torch_deterministic": args.torch_deterministic, "accelerate": args.accelerate}
         self.device = setup_device(args.device, seed=self.seed, **options)
         self.iteration_steps = args.iteration_steps * self.world.world_size
