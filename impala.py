@@ -51,8 +51,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from torch.optim import Adam, Optimizer, RMSprop
 
 from common.accelerate import accelerate
+from common.device import to_device
 from common.learning import backward, mean_metrics, micro_batches
-from common.memory import to_device
 from common.reward_scale import RewardNormalizer
 from common.session import Session, run_script
 from common.settings import Fraction, NotNegative, Positive, RunArgs
@@ -68,9 +68,9 @@ class Args(RunArgs):
     """a Procgen game, several joined by commas, or a Gymnasium id"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     """Procgen's difficulty; not every game has the last three"""
-    num_levels: int = 0
+    num_levels: NotNegative[int] = 0
     """number of Procgen levels to train on; 0 for no limit"""
-    start_level: int = 0
+    start_level: NotNegative[int] = 0
     """first Procgen level to train on (needs --num-levels)"""
     num_threads: int = 4
     """C++ threads that step Procgen, for each actor"""
@@ -232,8 +232,10 @@ class ImpalaCNN(nn.Module):
 
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
     """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
-    if len(space.shape) == 3:
+    if len(space.shape or ()) == 3 and space.dtype == np.uint8:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
+    if len(space.shape or ()) != 1:
+        raise NotImplementedError(f"no encoder for {space}: use uint8 frames [height, width, channels] or flat vectors")
     hidden = init_layer(nn.Linear(space.shape[0], hidden_dim), init_fn, "dense")
     output = init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense")
     return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
@@ -248,7 +250,12 @@ class PolicyHead(nn.Module):
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
         super().__init__()
-        size = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
+        if isinstance(space, gym.spaces.Discrete) and space.start == 0:
+            size = int(space.n)
+        elif isinstance(space, gym.spaces.MultiBinary | gym.spaces.Box) and len(space.shape) == 1:
+            size = space.shape[0]
+        else:
+            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, or flat MultiBinary or Box")
         self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
         self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
 
@@ -276,7 +283,7 @@ class Agent(nn.Module):
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
         self.action_space = action_space
-        self.bf16 = args.precision == "bf16" and len(observation_space.shape) == 3
+        self.bf16 = args.precision == "bf16" and len(observation_space.shape or ()) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         self.lstm = nn.LSTMCell(args.feature_dim, args.feature_dim) if args.use_lstm else None
         self.policy_head = PolicyHead(action_space, args.feature_dim, args.init_fn)
@@ -374,8 +381,8 @@ def act(
     state = published[0][0].initial_state(num_envs)
     device = state.device
     if ends:
-        states = [ends.get(first_env + n, each) for n, each in enumerate(envs.states())]
-        envs.load_states(states)
+        states = [ends.get(first_env + n, each) for n, each in enumerate(envs.state_dict())]
+        envs.load_state_dict(states)
         for n, each in enumerate(states if envs.restorable else []):  # a new episode starts without a memory
             if "recurrent" in each:
                 state[:, n] = each["recurrent"]
@@ -394,8 +401,7 @@ def act(
             frames[t] = obs
             params, _, state = agent.step(obs, state)
             if not params.isfinite().all():
-                reason = f"an output of the policy after {version:,} updates is NaN or infinite"
-                raise FloatingPointError(reason, {"obs": obs, "params": params})
+                raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
             dist = action_dist(agent.action_space, params)
             actions.append(dist.sample())
             logprobs.append(dist.log_prob(actions[t]))
@@ -413,7 +419,7 @@ def act(
         rewards = torch.as_tensor(treat_rewards(rewards, args.norm_reward), device=device)
         steps = torch.stack(actions), torch.stack(logprobs), rewards, torch.as_tensor(dones, device=device)
         unrolls = Unroll(frames, *steps, truncation_values, first_state)
-        ends, recurrent = envs.states(), state.cpu()
+        ends, recurrent = envs.state_dict(), state.cpu()
         for n in range(num_envs):
             unroll, end = Unroll(*(field[:, n] for field in unrolls)), ends[n] | {"recurrent": recurrent[:, n]}
             yield Experience(unroll, version, first_env + n, episodes[n], end)
@@ -536,13 +542,9 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
     drawn = torch.randperm(num_samples, device=logprobs.device)[: math.ceil(args.sample_fraction * num_samples)]
     for index in drawn.tensor_split(args.num_minibatches):
         state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
-        minibatch = [x.index_select(1, index) for x in samples] + [
-            state
-        ]  # eight times as fast as [:, index] for frames
+        minibatch = *(x.index_select(1, index) for x in samples), state  # eight times as fast as [:, index] for frames
         optimizer.zero_grad()
-        metrics = backward(
-            loss_of, minibatch, args.micro_batch_size, world, dim=1
-        )  # in pieces, averaged over the ranks
+        metrics = backward(loss_of, minibatch, args.micro_batch_size, world, dim=1)  # in pieces
         metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
         optimizer.step()
         history.append(metrics)
@@ -626,7 +628,7 @@ def main(args: Args) -> Path:
                 envs_played = [experience.env for experience in experiences]
                 batch = batch._replace(rewards=scale_rewards(batch, envs_played, reward_normalizer))
             metrics = update(agent, optimizer, batch, args, world)
-            metrics = run.require_finite(step, metrics, batch._asdict())  # before an actor draws from a broken policy
+            metrics = run.require_finite(step, metrics)  # before an actor draws from a broken policy
             version += 1
             published[0] = copy.deepcopy(agent), version  # as a whole: no actor sees half of an update
 

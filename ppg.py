@@ -30,6 +30,7 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. Deviation
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -44,8 +45,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from torch.optim import Adam, Optimizer
 
 from common.accelerate import accelerate
+from common.device import frame_store, to_device
 from common.learning import backward, mean_metrics
-from common.memory import frame_store, to_device
 from common.reward_scale import RewardNormalizer
 from common.run import Run
 from common.session import Session, run_script
@@ -62,9 +63,9 @@ class Args(RunArgs):
     """a Procgen game, several joined by commas, or a Gymnasium id"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     """Procgen's difficulty; not every game has the last three"""
-    num_levels: int = 0
+    num_levels: NotNegative[int] = 0
     """number of Procgen levels to train on; 0 for no limit"""
-    start_level: int = 0
+    start_level: NotNegative[int] = 0
     """first Procgen level to train on (needs --num-levels)"""
     num_threads: int = 4
     """C++ threads that step Procgen"""
@@ -229,8 +230,10 @@ class ImpalaCNN(nn.Module):
 
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
     """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
-    if len(space.shape) == 3:
+    if len(space.shape or ()) == 3 and space.dtype == np.uint8:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
+    if len(space.shape or ()) != 1:
+        raise NotImplementedError(f"no encoder for {space}: use uint8 frames [height, width, channels] or flat vectors")
     hidden = init_layer(nn.Linear(space.shape[0], hidden_dim), init_fn, "dense")
     output = init_layer(nn.Linear(hidden_dim, feature_dim), init_fn, "dense")
     return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
@@ -245,7 +248,12 @@ class PolicyHead(nn.Module):
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
         super().__init__()
-        size = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
+        if isinstance(space, gym.spaces.Discrete) and space.start == 0:
+            size = int(space.n)
+        elif isinstance(space, gym.spaces.MultiBinary | gym.spaces.Box) and len(space.shape) == 1:
+            size = space.shape[0]
+        else:
+            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, or flat MultiBinary or Box")
         self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
         self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
 
@@ -270,7 +278,7 @@ class Agent(nn.Module):
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
         self.action_space, self.arch = action_space, args.arch
-        self.bf16 = args.precision == "bf16" and len(observation_space.shape) == 3
+        self.bf16 = args.precision == "bf16" and len(observation_space.shape or ()) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         if args.arch == "dual":
             self.value_encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
@@ -518,7 +526,7 @@ class Phase:
 
     def clear(self) -> None:
         """Begin a new phase where the environments are now."""
-        self.start = self.envs.states()
+        self.start = self.envs.state_dict()
         self.resize(0)
 
     def resize(self, length: int) -> None:
@@ -637,12 +645,12 @@ def main(args: Args) -> Path:
             # ---- auxiliary phase
             phase.add(rollout, returns)
             if phase.full or step >= run.total_steps:
-                run.require_finite(step, metrics, rollout._asdict())  # before many passes are spent on a broken network
-                metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, run.show_phase, world)
+                run.require_finite(step, metrics)  # before many passes are spent on a broken network
+                metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, partial(run.show, step), world)
                 phase.clear()
 
             # ---- log
-            run.log(step, metrics | {"charts/learning_rate": learning_rate}, rollout._asdict())
+            run.log(step, metrics | {"charts/learning_rate": learning_rate})
             session.evaluate(step)
             session.save(step)
     return run.path

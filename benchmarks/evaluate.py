@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.device import setup_device
-from common.envs import make_envs
+from common.envs import group_seed, make_envs
 from common.errors import InputError
-from common.evaluation import HeldOut, evaluation_seed, play, share_episodes, summaries
+from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
 from common.load import load_agent
 from common.settings import Positive, check_limits
 from common.signals import one_line_errors
@@ -137,15 +137,9 @@ def main(args: Args) -> dict[str, float]:
     if args.video is not None and columns * rows > num_envs:
         needs = f"{columns * rows} environments, not {num_envs}"
         raise InputError(f"--video-grid needs {needs}: raise --num-envs (and --episodes).")
-    seed = evaluation_seed(args.seed)
-    envs = make_envs(
-        settings.env_id,
-        num_envs,
-        seed=seed,
-        distribution_mode=settings.distribution_mode,
-        capture_video=args.video is not None,
-        **level_range(settings, args.levels),
-    )
+    seed = group_seed(args.seed, EVALUATION)
+    levels = {"distribution_mode": settings.distribution_mode, **level_range(settings, args.levels)}
+    envs = make_envs(settings.env_id, num_envs, seed=seed, capture_video=args.video is not None, **levels)
     fps = envs.metadata.get("render_fps", 30)
     print(f"{args.run_dir}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
     with (
@@ -158,16 +152,16 @@ def main(args: Args) -> dict[str, float]:
             if video is not None and video.frames_left:
                 video.add(envs.render()[: columns * rows])
 
-        returns, lengths = play(agent, HeldOut(envs, seed), quota, greedy=args.greedy, device=device, on_step=on_step)
+        returns, lengths = HeldOut(envs, seed, device).play(agent, quota, args.greedy, on_step)
     envs.close()
     figures = {}
     for number, (game, summary) in enumerate(summaries(returns, lengths, games, settings.distribution_mode).items()):
         figures |= {
-            f"{game} mean": summary.episodic_return,
-            f"{game} standard error": summary.standard_error,
+            f"{game} mean": summary["episodic_return"],
+            f"{game} standard error": summary["standard_error"],
             f"{game} IQM": stats.trim_mean(returns[number :: len(games)], 0.25, axis=None),
-            f"{game} normalised mean": summary.normalized_return,
-            f"{game} mean length": summary.episodic_length,
+            f"{game} normalised mean": summary["normalized_return"],
+            f"{game} mean length": summary["episodic_length"],
         }
     for name, value in figures.items():
         print(f"{name}: {value:.3f}")

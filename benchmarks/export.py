@@ -28,8 +28,8 @@ TOLERANCE = 1e-4  # of logits: PyTorch's kernels and ours add up in another orde
 
 @dataclass
 class Args:
-    run_dir: tyro.conf.Positional[Path]
-    """folder of the run"""
+    source: tyro.conf.Positional[Path]
+    """run folder, model or checkpoint"""
     out: Path
     """file to write"""
 
@@ -48,14 +48,14 @@ class Policy(nn.Module):
         return params if state is None else (params, next_state)
 
 
-def export(run_dir: Path, out: Path) -> torch.jit.ScriptModule:
-    """Write the policy of a run to `out`, and return it.
+def export(source: Path, out: Path) -> torch.jit.ScriptModule:
+    """Write the policy in a run folder, model or checkpoint to `out`, and return it.
 
     Raises:
-        InputError: there is no such run.
+        InputError: there is no agent.
         TrainingError: the exported policy does not give what the agent does.
     """
-    agent, args = load_agent(run_dir)
+    agent, args = load_agent(source)
     agent.bf16 = False
     envs = make_envs(args.env_id, 8 * len(args.env_id.split(",")), seed=1, distribution_mode=args.distribution_mode)
     obs = torch.as_tensor(envs.reset(seed=1)[0])
@@ -83,8 +83,8 @@ def export(run_dir: Path, out: Path) -> torch.jit.ScriptModule:
 def main(args: Args) -> None:
     if not args.out.parent.is_dir():
         raise InputError(f"--out {args.out}: there is no folder {args.out.parent}.")
-    export(args.run_dir, args.out)
-    print(f"{args.out} gives the same as the agent of {args.run_dir} (within {TOLERANCE}, float32).")
+    export(args.source, args.out)
+    print(f"{args.out} gives the same as the agent of {args.source} (within {TOLERANCE}, float32).")
 
 
 if __name__ == "__main__":

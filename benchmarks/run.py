@@ -21,6 +21,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from contextlib import suppress
@@ -41,7 +42,7 @@ from common.device import resolve_device
 from common.envs import check_envs, unknown_env
 from common.errors import InputError
 from common.evaluation import held_out_settings
-from common.files import check_writable, lock_folder
+from common.files import lock_folder
 from common.intrinsic import check as check_intrinsic
 from common.procgen_env import PROCGEN_GAMES
 from common.resume import runs_of
@@ -162,7 +163,6 @@ def make_jobs(args: Args) -> list[Job]:
             raise InputError(f"{flag(given[0])} is for --launcher {launcher}: leave it out.")
     for env_id in args.env_ids:
         check_env_id(env_id)
-    check_writable(args)
     protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
     common = [word for name, value in protocol.items() for word in (flag(name), str(value))] + [*args.extra]
     defaults = {algorithm: importlib.import_module(algorithm).Args() for algorithm in args.algorithms}
@@ -189,13 +189,12 @@ def check_env_id(env_id: str) -> None:
 
 
 def check_tasks(settings: Any) -> None:
-    """Raise InputError for levels to train or to be evaluated on, numbers of environments, or intrinsic rewards that
-    cannot be."""
-    num_groups = getattr(settings, "num_env_groups", 1)
-    names = ("env_id", "num_envs", "seed", "distribution_mode", "num_levels", "start_level", "num_threads")
-    check_envs(*(getattr(settings, name) for name in names), num_groups)
+    """Raise InputError for environments, levels to train or to be evaluated on, or intrinsic rewards that cannot be."""
+    names = ("distribution_mode", "num_levels", "start_level", "num_threads")
+    levels = {name: getattr(settings, name) for name in names}
+    check_envs(settings.env_id, settings.num_envs, getattr(settings, "num_env_groups", 1), **levels)
     if settings.eval_interval:
-        held_out_settings(settings, settings.num_envs)
+        held_out_settings(settings)
     if hasattr(settings, "intrinsic_reward"):
         check_intrinsic(settings)
 
@@ -434,8 +433,9 @@ def main(args: Args) -> list[Job]:
     logs = Path(args.runs_dir).resolve() / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=logs).close()
     except OSError as error:
-        raise InputError(f"{logs} cannot be made ({error.strerror}): choose another --runs-dir.") from error
+        raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
     if args.launcher == "slurm":
         submit(jobs, args, logs)
         console.print(table(jobs))

@@ -21,7 +21,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
 from typing import Literal
 
 import tyro
@@ -64,8 +63,8 @@ class Args:
     """where CSV and table go"""
 
 
-def measure(args: Args, algorithm: str, ranks: int) -> dict[str, float]:
-    """Steps per second of a run, and the share of the time that a rank waits for others (mean over the ranks)."""
+def measure(args: Args, algorithm: str, ranks: int) -> float:
+    """Steps per second of a run."""
     script = importlib.import_module(algorithm)
     settings = script.Args(env_id=args.env_id, device=args.device, precision="auto")
     shorten(algorithm, settings, args.num_steps, args.iterations)
@@ -88,11 +87,7 @@ def measure(args: Args, algorithm: str, ranks: int) -> dict[str, float]:
         events.Reload()
     warm_up = getattr(settings, "n_pi", 1) - 1
     first, *_, last = events.Scalars("charts/SPS")[warm_up:]
-    shares = events.Scalars("charts/communication")[warm_up + 1 :] if ranks > 1 else []
-    return {
-        "steps_per_second": (last.step - first.step) / (last.wall_time - first.wall_time),
-        "waits": mean(each.value for each in shares) if shares else 0.0,
-    }
+    return (last.step - first.step) / (last.wall_time - first.wall_time)
 
 
 def table(rows: list[dict[str, str]]) -> list[str]:
@@ -104,9 +99,8 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         base = next(each for (name, _), each in groups.items() if name == algorithm)
         speeds, others = ([float(row["steps_per_second"]) for row in each] for each in (group, base))
         speedups = [mine / theirs for mine, theirs in zip(speeds, others, strict=True)]
-        waits = f"{median(float(row['waits']) for row in group):.1%}" if ranks > 1 else "-"
-        lines.append([algorithm, str(ranks), spread(speeds), spread(speedups, 2), waits])
-    return markdown(["script", "ranks", "steps/s, all ranks", "x the first", "a rank waits for others"], lines)
+        lines.append([algorithm, str(ranks), spread(speeds), spread(speedups, 2)])
+    return markdown(["script", "ranks", "steps/s, all ranks", "x the first"], lines)
 
 
 def main(args: Args) -> None:
@@ -119,15 +113,14 @@ def main(args: Args) -> None:
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         with path.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("algorithm", "ranks", "repeat", "steps_per_second", "waits"))
+            writer.writerow(("algorithm", "ranks", "repeat", "steps_per_second"))
             for algorithm in args.algorithms:
                 for repeat in range(args.repeats):
                     for ranks in args.ranks:
-                        found = measure(args, algorithm, ranks)
-                        cells = (f"{value:.6g}" for value in found.values())
-                        writer.writerow((algorithm, ranks, repeat, *cells))
+                        speed = measure(args, algorithm, ranks)
+                        writer.writerow((algorithm, ranks, repeat, f"{speed:.6g}"))
                         file.flush()
-                        print(f"{algorithm}, {ranks} ranks: {found['steps_per_second']:.0f} steps/s", flush=True)
+                        print(f"{algorithm}, {ranks} ranks: {speed:.0f} steps/s", flush=True)
     rows, origin = read_measurement(path)
     text = "\n".join([*table(rows), "", origin, ""])
     path.with_suffix(".md").write_text(text)

@@ -11,7 +11,7 @@ shorter than by default (`--num-steps`), with minibatches and pieces of the same
 Configurations of the encoder (all else is the same):
 
     plain                  float32, whole minibatches, contiguous (NCHW) frames, PyTorch's max-pooling, malloc as it is
-    plain+malloc           the same with the allocator settings of `common.memory.keep_freed_memory`
+    plain+malloc           the same with the allocator settings of `common.device.keep_freed_memory`
     plain+malloc+permuted  the same, but frames are only permuted, not copied: what CleanRL's scripts do
     fp32                   the script with --precision fp32
     default                the script with --precision auto

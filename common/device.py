@@ -1,73 +1,54 @@
-"""Device, seeds and number format of a run."""
+"""Device, seeds and number format of a run, and where its tensors lie."""
 
+import ctypes
+import math
 import os
 import random
 import re
+import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.errors import InputError
-from common.memory import keep_freed_memory
+
+GPU_RESERVE = 8e9  # bytes that networks, activations and the rollout may need beside stored frames
 
 
-def setup_device(
-    device: str, *, seed: int, torch_deterministic: bool = True, accelerate: str = "eager"
-) -> torch.device:
-    """Seed Python, NumPy and PyTorch, set the allocator up, and return the device to train on.
-
-    Args:
-        device: "auto" (the first CUDA GPU, or else the CPU), "cpu", "cuda" or "cuda:N".
-        seed: of all three generators; the environments take theirs from `make_envs`.
-        torch_deterministic: let cuDNN use deterministic kernels only. The CPU's are deterministic anyway.
-        accelerate: the mode that `common.accelerate.accelerate` will get.
-
-    Raises:
-        InputError: no such device exists, it cannot do `accelerate`, or the seed is out of range.
-    """
-    if not 0 <= seed < 2**32:
-        raise InputError(f"--seed {seed} is out of range: use 0 to {2**32 - 1}.")
+def setup_device(device: str, seed: int, torch_deterministic: bool = True) -> torch.device:
+    """Seed Python, NumPy and PyTorch, set cuDNN and the allocator up, and return the device (`resolve_device`)."""
     resolved = resolve_device(device)
-    if accelerate == "cudagraphs" and resolved.type != "cuda":
-        raise InputError(f"--accelerate cudagraphs needs a CUDA GPU, not {resolved}: use eager or compile.")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    torch.backends.cudnn.deterministic = torch_deterministic
+    torch.backends.cudnn.deterministic = torch_deterministic  # a CPU's kernels are anyway
     if resolved.type == "cpu":
         keep_freed_memory()
     return resolved
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn the `--device` flag into a `torch.device`. Raises InputError where that device does not exist.
-
-    `auto` and `cuda` give each process that torchrun has started on this machine a GPU of its own.
-    """
+    """Turn the `--device` flag into a `torch.device`; each rank on a machine gets a GPU of its own. Raises InputError
+    where there is no such device."""
     count = torch.cuda.device_count()
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if device == "auto":
         device = "cuda" if count else "cpu"
-    if ranks > 1 and device.startswith("cuda:"):
-        raise InputError(f"--device {device} is one GPU for {ranks} ranks: use --device cuda, one GPU for each.")
-    if ranks and count and device == "cuda":
-        if count < ranks:
-            raise InputError(f"{ranks} ranks need a GPU each, and there are {count}: lower --nproc-per-node.")
+    if device == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
-    kind, _, index = device.partition(":")
-    if device != "cpu" and not re.fullmatch(r"cuda(:[0-9]+)?", device):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
         raise InputError(f"--device {device!r} is not known: use auto, cpu, cuda or cuda:N.")
+    kind, _, index = device.partition(":")
     if kind == "cuda" and int(index or 0) >= count:
-        found = f"there are {count} GPUs, cuda:0 to cuda:{count - 1}" if count else "PyTorch sees no CUDA GPU here"
-        raise InputError(f"--device {device} is not there ({found}): use --device auto or another device.")
+        raise InputError(f"--device {device}: PyTorch sees {count} CUDA GPUs here: use --device auto or another.")
     return torch.device(device)
 
 
 def resolve_precision(precision: str, device: str) -> str:
     """Turn the `--precision` flag into "fp32" or "bf16": `auto` is bf16 where `--device` computes in it natively.
 
-    These are CPUs with AVX-512 BF16 or AMX (others emulate bfloat16, which is slower than float32) and GPUs of NVIDIA's
-    compute capability 8.0 or later. Raises InputError as `resolve_device` does.
+    These are CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and GPUs from Ampere on.
     """
     if precision != "auto":
         return precision
@@ -80,3 +61,53 @@ def resolve_precision(precision: str, device: str) -> str:
 def cpu_has(instructions: str) -> bool:
     """Whether this processor has `instructions`, by PyTorch's name for them. Older versions of PyTorch cannot tell."""
     return hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get(instructions))
+
+
+def frame_store(
+    shape: tuple, dtype: torch.dtype, device: torch.device, flags: str, disk: str | None = None, spill: bool = False
+) -> torch.Tensor:
+    """An uninitialised tensor for many observations. Raises InputError, which names `flags` to lower, without room.
+
+    With `disk`, the tensor lies in a memory-mapped file in this folder, which has no name and goes with the process.
+    With `spill`, a tensor that does not leave 8 GB of a GPU free lies in pinned host memory (see `to_device`).
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    size = f"{num_bytes / 1e9:.1f} GB"
+    try:
+        if disk is not None:
+            Path(disk).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=disk) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would be a bus error later on
+                array = np.memmap(file, np.uint8, mode="r+", shape=(num_bytes,))
+            return torch.from_numpy(array).view(dtype).view(shape)
+        if spill and device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
+            print(f"note: {size} of frames do not fit on {device}: they stay in host memory.", file=sys.stderr)
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device=device)
+    except OSError as error:
+        raise InputError(f"{size} cannot be kept in {disk} ({error.strerror}): lower {flags}.") from error
+    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs
+        raise InputError(f"{size} do not fit into the memory of {device} or of the host: lower {flags}.") from error
+
+
+def to_device(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host array or tensor on `device`; a copy to a GPU goes through pinned memory, and the host does not wait."""
+    x = torch.as_tensor(x)
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # mallopt's parameter numbers, from glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc to keep freed memory: activations of tens of megabytes would go back to the kernel and be
+    faulted in again, page by page, in each training step, which can take as long as the computation."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # musl, macOS and Windows have no mallopt
+        print("note: this C library has no mallopt; large minibatches will be slower on the CPU.", file=sys.stderr)
+        return
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20)):
+        mallopt(parameter, value)

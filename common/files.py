@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,44 +13,20 @@ from typing import IO, Any
 from common.errors import InputError
 
 
-def cannot_write(args: Any, error: OSError, resumed: Path | None = None) -> InputError:
-    """The error for a run folder that cannot be written."""
-    if resumed is not None:
-        return InputError(f"--resume {resumed}: nothing can be written there ({error.strerror}).")
-    return InputError(f"no run folder can be written in {args.runs_dir} ({error.strerror}): choose another --runs-dir.")
-
-
 def make_run_dir(args: Any) -> Path:
-    """Make the folder of a run that starts now: <runs_dir>/<env>__<script>__<seed>__<time>, with a suffix if taken."""
-    title = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    path = name = Path(args.runs_dir) / title.replace("/", "-").replace(",", "+")
-    for number in itertools.count(2):
-        try:
-            path.mkdir(parents=True)
+    """Make the folder of a run that starts now: <runs_dir>/<env>__<script>__<seed>__<seconds since 1970>."""
+    title = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(",", "+")
+    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+    for seconds in itertools.count(int(time.time())):  # the next one, if another run has begun in this second
+        path = Path(args.runs_dir, f"{title}__{seconds}")
+        with suppress(FileExistsError):
+            path.mkdir()
             return path
-        except FileExistsError:
-            if not path.is_dir():
-                raise
-            path = name.with_name(f"{name.name}-{number}")
-
-
-def check_writable(args: Any) -> None:
-    """Raise InputError if no run folder can be made in --runs-dir."""
-    runs_dir = Path(args.runs_dir).absolute()
-    try:
-        existing = next(path for path in (runs_dir, *runs_dir.parents) if path.exists())
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise cannot_write(args, error) from error
 
 
 def lock_folder(path: Path) -> IO:
-    """Lock a run's folder against other processes, until the returned file is closed or this process ends.
-
-    Raises:
-        InputError: another process holds the lock.
-        OSError: nothing can be written there.
-    """
+    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if another process
+    has locked it."""
     file = (path / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,8 +39,8 @@ def lock_folder(path: Path) -> IO:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all, even if the machine loses power."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write a file in place of the one before, which stays whole if this fails or the machine loses power."""
+    temporary = path.with_name(".tmp")  # one name, so that killed processes leave one file at most
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -75,12 +50,6 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # the new name; some file systems have no fsync for a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
 """CPU kernels for the convolutions, max-pooling and residual blocks of the IMPALA encoder.
 
-PyTorch's (oneDNN's) leave much of the processor idle in convolutions of 3, 16 and 32 channels, and each ReLU, residual
-sum or max-pooling passes through all of the memory once more. Ours do a residual block in two passes (see
-`benchmarks/NOTES.md`). The machine's compiler (`$CXX`, or else `c++`) builds `kernels.cpp` for its own processor when a
-process first needs it, which takes two seconds and leaves nothing behind.
+PyTorch's leave much of the processor idle in convolutions of 3, 16 and 32 channels, and each ReLU, residual sum or
+max-pooling passes through all of the memory once more. `benchmarks/NOTES.md` has what ours gain.
 """
 
 import ctypes
@@ -12,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import torch
@@ -22,29 +19,39 @@ from torch.autograd.function import once_differentiable
 
 from common.device import cpu_has
 
-LAYOUT = torch.channels_last
+
+@functools.cache
+def build() -> ctypes.CDLL | None:
+    """The kernels, which `$CXX` or else `c++` compiles for this processor in two seconds; None, and a note on stderr,
+    where that fails. Call this before there are threads: two that come at the same time would both compile."""
+    compiler, source = os.environ.get("CXX", "").split() or ["c++"], Path(__file__).with_suffix(".cpp")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder, "kernels.so")
+            # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
+            options = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", library, source]
+            subprocess.run(compiler + options, check=True, capture_output=True, text=True, errors="replace", timeout=60)
+            return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).splitlines()[0]
+        print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)
+        return None
 
 
 def suits(x: Tensor) -> bool:
-    """Whether there are kernels for such a tensor here: [B, C, H, W] channels-last, float32 or bfloat16."""
+    """Whether kernels may take the place of PyTorch's modules for frames `x`: float32 or bfloat16, as autocast has it,
+    [B, C, H, W] in channels-last layout, in code that is not compiled or traced, and without hooks for all modules."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not x.is_cpu:
         return False
-    known = x.dim() == 4 and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
-    return known and x.is_contiguous(memory_format=LAYOUT) and build() is not None
-
-
-def ready(x: Tensor) -> bool:
-    """Whether such kernels may run in the place of PyTorch's modules, which compute in the dtype of autocast."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-    return suits(x) and x.dtype == dtype and not torch.nn.modules.module._has_any_global_hook()
+    known = dtype in (torch.float32, torch.bfloat16) and not torch.nn.modules.module._has_any_global_hook()
+    return known and x.dtype == dtype and x.is_contiguous(memory_format=torch.channels_last) and build() is not None
 
 
 def convolves(x: Tensor, weight: Tensor) -> bool:
     """Whether there is a kernel for this convolution: of bfloat16 frames that are a multiple of 16 pixels wide (8 for
     32 channels), with 16 or 32 channels before and after, on a processor with AVX-512 BF16 but without AMX."""
-    if (
-        x.dtype != torch.bfloat16 or cpu_has("amx_bf16") or not suits(x)
-    ):  # AMX makes oneDNN's three times as fast as ours
+    if not suits(x) or x.dtype != torch.bfloat16 or cpu_has("amx_bf16"):  # with AMX, oneDNN is three times as fast
         return False
     channels = set(weight.shape[:2])
     sizes = x.shape[1] == weight.shape[1] and channels <= {16, 32} and x.shape[3] % (8 if channels == {32} else 16) == 0
@@ -52,18 +59,12 @@ def convolves(x: Tensor, weight: Tensor) -> bool:
 
 
 def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)` by such kernels as there are: [B, C, H, W] -> [B,
-    K, ceil(H / 2), ceil(W / 2)], for float32 weights [K, C, 3, 3] with K a multiple of 16. Where a window has its
-    largest value twice, all of its gradient goes to the first, as in PyTorch. With bfloat16, sums are float32, and the
-    largest value of convolved RGB frames is chosen before it is rounded."""
+    """`F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)` by such kernels as there are, for float32 weights
+    [K, C, 3, 3] with K a multiple of 16: [B, C, H, W] -> [B, K, ceil(H / 2), ceil(W / 2)], summed in float32."""
     if suits(x) and x.shape[1] == weight.shape[1] == 3 and not x.requires_grad:
-        given = x, weight, bias
-    else:
-        y = ConvFunction.apply(x, weight, bias) if convolves(x, weight) else F.conv2d(x, weight, bias, padding=1)
-        if not suits(y):
-            return F.max_pool2d(y, 3, 2, 1)
-        given = (y,)
-    return MaxPoolFunction.apply(*given) if torch.is_grad_enabled() else max_pool(*given)[0]
+        return MaxPoolFunction.apply(torch.is_grad_enabled(), x, weight, bias)
+    y = ConvFunction.apply(x, weight, bias) if convolves(x, weight) else F.conv2d(x, weight, bias, padding=1)
+    return MaxPoolFunction.apply(torch.is_grad_enabled(), y) if suits(y) else F.max_pool2d(y, 3, 2, 1)
 
 
 class ConvFunction(torch.autograd.Function):
@@ -76,7 +77,7 @@ class ConvFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=LAYOUT)
+        dy = dy.contiguous(memory_format=torch.channels_last)
         return convolve(dy, weight), *convolve_backward(x, dy)
 
 
@@ -93,60 +94,56 @@ class ResidualBlockFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
         x, h, weight0, weight1 = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=LAYOUT)
+        dy = dy.contiguous(memory_format=torch.channels_last)
         dh = convolve(dy, weight1, gate=h)
         dx = convolve(dh, weight0, gate=x, residual=dy)
         return dx, *convolve_backward(x, dh, relu=True), *convolve_backward(h, dy, relu=True)
 
 
 class MaxPoolFunction(torch.autograd.Function):
+    """Pools frames, or the convolution of RGB frames with `filters`: weight and bias, rounded to the frames' dtype as
+    autocast does. Where a window has its largest value twice, the first gets all of the gradient, as in PyTorch."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, *filters: Tensor) -> Tensor:
-        y, taps = max_pool(x, *filters, need_taps=True)
+    def forward(ctx, need_grad: bool, x: Tensor, *filters: Tensor) -> Tensor:
+        (batch, channels, height, width), kernel = x.shape, "pool_forward"
+        if filters:
+            weight, bias = filters
+            kernel, channels = "conv_pool_forward", len(weight)
+            filters = [torch.cat([weight.permute(2, 3, 1, 0).reshape(27, channels), bias[None]]).to(x.dtype).float()]
+        y = new_frames(x, channels, (height + 1) // 2, (width + 1) // 2)
+        taps = torch.empty_like(y, dtype=torch.uint8) if need_grad else None  # where windows have their largest value
+        call(f"{kernel}_{x.dtype}", x, *filters, y, taps, batch, height, width, channels)
         ctx.shape = x.shape
         ctx.save_for_backward(taps, *([x] if filters else []))
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> Tensor | tuple[None, Tensor, Tensor]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         (taps, *convolved), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
-        dy = dy.contiguous(memory_format=LAYOUT)
+        dy = dy.contiguous(memory_format=torch.channels_last)
         if not convolved:
-            dx = frames_like(dy, channels, height, width)
+            dx = new_frames(dy, channels, height, width)
             call(f"pool_backward_{dy.dtype}", dy, taps, dx, batch, height, width, channels)
-            return dx
+            return None, dx
         channels = dy.shape[1]
-        sums = torch.zeros(torch.get_num_threads(), 28, channels, dtype=torch.float32, device=dy.device)
+        sums = dy.new_zeros(torch.get_num_threads(), 28, channels, dtype=torch.float32)
         call(f"conv_pool_backward_{dy.dtype}", *convolved, dy, taps, sums, batch, height, width, channels)
         sums = sums.sum(0)
-        return None, sums[:27].view(3, 3, 3, channels).permute(3, 2, 0, 1), sums[27]
+        return None, None, sums[:27].view(3, 3, 3, channels).permute(3, 2, 0, 1), sums[27]
 
 
-def frames_like(x: Tensor, channels: int, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Frames for a kernel to fill, as many as those of `x` and, unless another is given, of their dtype."""
-    return torch.empty(len(x), channels, height, width, dtype=dtype or x.dtype, device=x.device, memory_format=LAYOUT)
-
-
-def max_pool(x: Tensor, *filters: Tensor, need_taps: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Pool the frames, or the convolution of RGB frames with `filters` (weight and bias, rounded to the frames' dtype
-    as autocast does); and if asked for, where in each window the largest value was found (uint8)."""
-    (batch, channels, height, width), kernel = x.shape, "pool_forward"
-    if filters:
-        weight, bias = filters
-        kernel, channels = "conv_pool_forward", len(weight)
-        filters = (torch.cat([weight.permute(2, 3, 1, 0).reshape(27, channels), bias[None]]).to(x.dtype).float(),)
-    size = channels, (height + 1) // 2, (width + 1) // 2
-    y, taps = frames_like(x, *size), frames_like(x, *size, dtype=torch.uint8) if need_taps else None
-    call(f"{kernel}_{x.dtype}", x, *filters, y, taps, batch, height, width, channels)
-    return y, taps
+def new_frames(x: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """Frames [B, channels, height, width] for a kernel to fill, as many as those of `x` and of their dtype."""
+    return x.new_empty(len(x), height, width, channels).permute(0, 3, 1, 2)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate=None, residual=None, relu=False) -> Tensor:
     """Convolve `x`, or relu(x); of the sums and the bias, keep those where `gate` is positive, and add `residual`.
     Without a bias, turn the gradient of a convolution's output into that of its input."""
     (batch, channels, height, width), transposed = x.shape, bias is None
-    y = frames_like(x, weight.shape[1] if transposed else len(weight), height, width)
+    y = new_frames(x, weight.shape[1] if transposed else len(weight), height, width)
     given = x, weight.contiguous(), None if transposed else bias.contiguous(), gate, residual, y, relu, transposed
     call(f"conv_forward_{channels}_{y.shape[1]}", *given, batch, height, width)
     return y
@@ -155,8 +152,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate=None
 def convolve_backward(x: Tensor, dy: Tensor, *, relu: bool = False) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias, float32, of a convolution of `x`, or relu(x)."""
     (batch, channels, height, width), out_channels, threads = x.shape, dy.shape[1], torch.get_num_threads()
-    sums = torch.empty(threads, 3, 3, channels, out_channels, dtype=torch.float32, device=x.device)
-    bias = torch.empty(threads, out_channels, dtype=torch.float32, device=x.device)
+    sums = x.new_empty(threads, 3, 3, channels, out_channels, dtype=torch.float32)
+    bias = x.new_empty(threads, out_channels, dtype=torch.float32)
     call(f"conv_backward_{channels}_{out_channels}", x, dy, sums, bias, relu, batch, height, width)
     return sums.sum(0).permute(3, 2, 0, 1), bias.sum(0)
 
@@ -166,29 +163,3 @@ def call(kernel: str, *arguments: Tensor | int | None) -> None:
     values = [x.data_ptr() if isinstance(x, Tensor) else x for x in (*arguments, torch.get_num_threads())]
     # the kernels take 64-bit numbers only, so that a number is passed as a pointer is
     getattr(build(), kernel.replace("torch.", ""))(*map(ctypes.c_void_p, values))
-
-
-lock = threading.Lock()  # actors and learner may come at the same time
-
-
-def build() -> ctypes.CDLL | None:
-    """The compiled kernels; None, and once a note on stderr, where they cannot be had."""
-    with lock:
-        return compiled()
-
-
-@functools.cache
-def compiled() -> ctypes.CDLL | None:
-    compiler, source = (os.environ.get("CXX") or "c++").split(), Path(__file__).with_suffix(".cpp")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder, "kernels.so")
-            # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
-            options = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", library, source]
-            subprocess.run(compiler + options, check=True, capture_output=True, timeout=600)
-            return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
-        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        reason = next(iter(output.splitlines()), error)
-        print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)
-        return None

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Tensors = Sequence[Tensor]
 CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
 
 
-def micro_batches(
-    minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None
-) -> Iterator[tuple[Tensor, ...]]:
+def micro_batches(minibatch: Tensors, size: int | None, dim: int = 0, at_most: int | None = None) -> Iterator[Tensors]:
     """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given.
 
     With `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has
@@ -25,29 +24,15 @@ def micro_batches(
 
 
 def backward(
-    loss_of: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-    minibatch: Sequence[Tensor],
-    micro_batch_size: int | None,
-    world: Any,
-    dim: int = 0,
-    at_most: int | None = None,
+    loss_of: Callable, minibatch: Tensors, size: int | None, world: Any, dim: int = 0, at_most: int | None = None
 ) -> dict[str, Tensor]:
-    """Compute the gradient of the mean loss of a minibatch, averaged over the ranks.
+    """Compute the gradient of the mean loss of a minibatch in `micro_batches`, and average it over the ranks (`world`).
 
-    The minibatch goes through the network in pieces that bound the memory. Their gradients add up to that of the whole,
-    since `loss_of` is a mean over the steps that it gets.
-
-    Args:
-        loss_of: takes a piece of each tensor, returns the loss and metrics, means over the piece.
-        minibatch: tensors with the same number of samples in dimension `dim`.
-        micro_batch_size, at_most: steps of a piece; see `micro_batches`.
-        world: the ranks (`common.world.World`).
-
-    Returns:
-        The metrics of the whole minibatch, on the device, of this rank.
+    `loss_of` takes a piece of each tensor and returns the loss and metrics, means over the piece. Weighted by the sizes
+    of the pieces, their gradients add up to that of the whole. Returns the metrics of this rank, on the device.
     """
     total = {}
-    for piece in micro_batches(minibatch, micro_batch_size, dim, at_most):
+    for piece in micro_batches(minibatch, size, dim, at_most):
         share = piece[0].shape[dim] / minibatch[0].shape[dim]
         loss, metrics = loss_of(*piece)
         (loss * share).backward()

@@ -27,35 +27,17 @@ class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment, with C++ threads that step all copies at once.
 
     Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
-    the last frame of an episode. Environment i plays `games[i % len(games)]`.
-
-    Args:
-        games: names out of PROCGEN_GAMES.
-        seed: of the level draws (procgen's `rand_seed`; without it they come from the operating system's entropy).
-        distribution_mode: easy, hard, extreme, memory or exploration.
-        num_levels: how many different levels there are; 0 for no limit.
-        start_level: the first level.
-        num_threads: C++ threads that step the environments; 0 steps them in the caller's thread.
-        render: also draw 512x512 frames, for `render`.
+    the last frame of an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws
+    (`rand_seed`), of `num_levels` levels from `start_level` on (0 for no limit). `num_threads` 0 steps the environments
+    in the caller's thread. `render` draws 512x512 frames as well.
     """
 
-    metadata = {  # noqa: RUF012  (gymnasium declares it so)
-        "autoreset_mode": AutoresetMode.SAME_STEP,
-        "render_modes": ["rgb_array"],
-        "render_fps": 15,
-    }
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 
     def __init__(
-        self,
-        games: list[str],
-        num_envs: int,
-        seed: int,
-        distribution_mode: str = "easy",
-        num_levels: int = 0,
-        start_level: int = 0,
-        num_threads: int = 4,
-        render: bool = False,
-    ):
+        self, games: list[str], num_envs: int, seed: int, distribution_mode: str = "easy",
+        num_levels: int = 0, start_level: int = 0, num_threads: int = 4, render: bool = False,
+    ):  # fmt: skip
         import gym_notices.notices
 
         gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
@@ -63,16 +45,10 @@ class ProcgenVectorEnv(VectorEnv):
 
         # Exploration mode is one fixed level of the hard distribution and refuses these two.
         levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
+        levels |= {"distribution_mode": distribution_mode, "rand_seed": seed}
         self.render_mode = "rgb_array" if render else None
-        self.gym3_env = ProcgenGym3Env(
-            num=num_envs,
-            env_name=",".join(games),
-            distribution_mode=distribution_mode,
-            num_threads=num_threads,
-            rand_seed=seed,
-            render_mode=self.render_mode,
-            **levels,
-        )
+        drawn = {"num_threads": num_threads, "render_mode": self.render_mode}
+        self.gym3_env = ProcgenGym3Env(num=num_envs, env_name=",".join(games), **levels, **drawn)
         self.games, self.num_envs = games, num_envs
         self.started = False  # whether `start` has begun the step that `step` is to finish
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
@@ -101,10 +77,6 @@ class ProcgenVectorEnv(VectorEnv):
     def render(self) -> list[np.ndarray]:
         """The current frame of each environment, uint8 [512, 512, 3]."""
         return [info["rgb"] for info in self.gym3_env.get_info()]
-
-    def level_seeds(self) -> list[int]:
-        """The seed of the level that each environment plays at present."""
-        return [info["level_seed"] for info in self.gym3_env.get_info()]
 
     def get_states(self) -> list[torch.Tensor]:
         """The complete state of each environment: uint8, some 29 KB each."""

@@ -15,11 +15,7 @@ import torch
 
 from common.settings import flag
 
-PACKAGES = ("numpy", "gymnasium", "procgen", "procgen-mirror")
-
-
-def utc_now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+UTC = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def command(args: Any, script: str, launcher: str = "python") -> str:
@@ -27,40 +23,33 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     words = [*launcher.split(), script]
     for field in dataclasses.fields(args):
         value, name = getattr(args, field.name), flag(field.name)
-        if value == field.default:
-            continue
-        words += [name if value else name.replace("--", "--no-", 1)] if isinstance(value, bool) else [name, str(value)]
+        if isinstance(value, bool) and value != field.default:
+            words.append(name if value else name.replace("--", "--no-", 1))
+        elif value != field.default:
+            words += [name, str(value)]
     return shlex.join(words)
 
 
 def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
     """Command, commit, whether the tree had changes, versions, machine and time."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}  # PyTorch's with its build (+cu130)
-    for package in PACKAGES:
+    for package in ("numpy", "gymnasium", "procgen", "procgen-mirror"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    models = []
-    with suppress(OSError):
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cpu = models[0].split(":")[1].strip() if models else platform.processor()
-    machine = f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads"
-    if device.type == "cuda":
-        machine += f", {torch.cuda.get_device_name(device)}"
+    cpu = platform.processor()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     status = git("status", "--porcelain", "--", "*.py")  # a new script counts, run folders do not
     return {
         "command": command_line,
         "commit": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
         "versions": versions,
-        "machine": machine,
-        "started": utc_now(),
+        "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
+        "started": time.strftime(UTC, time.gmtime()),
     }
-
-
-def made_with(meta: dict[str, Any]) -> str:
-    """Commit, versions and machine in one line."""
-    versions = " ".join(f"{name}-{version}" for name, version in meta["versions"].items())
-    return f"commit {meta['commit']}{' with changes' if meta['dirty'] else ''}, {versions}, {meta['machine']}"
 
 
 def git(*words: str) -> str | None:

@@ -1,6 +1,5 @@
 """The scale of rewards, from the running variance of their discounted sum."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,25 +19,14 @@ def merge_moments(running: tuple[Any, Any, Any], batch: tuple[Any, Any, Any]) ->
 
 
 class RewardNormalizer:
-    """Divide rewards by the running standard deviation of the discounted return, then clip them.
+    """Divide rewards by the running standard deviation of the discounted return and clip them (`--norm-reward return`).
 
     The return R_t = r_t + gamma R_(t-1) carries over from call to call and restarts with each episode. A whole rollout
     enters the statistics before it is scaled (as in OpenAI's phasic-policy-gradient; VecNormalize of baselines goes
-    step by step). The mean is not subtracted: that would change which policy is best.
-
-    Args:
-        norm_reward: the flag `--norm-reward`; unless it is "return", a call leaves rewards as they are.
-        moments: computes size, mean and variance of returns; with several ranks `World.moments`, which joins them.
+    step by step). The mean is not subtracted: that would change which policy is best. `World.moments` joins the ranks.
     """
 
-    def __init__(
-        self,
-        num_envs: int,
-        gamma: float,
-        norm_reward: str = "return",
-        moments: Callable[[np.ndarray], tuple[int, float, float]] = moments,
-        clip: float = 10.0,
-    ):
+    def __init__(self, num_envs: int, gamma: float, norm_reward: str = "return", moments=moments, clip: float = 10.0):
         self.gamma, self.norm_reward, self.moments, self.clip = gamma, norm_reward, moments, clip
         self.returns = np.zeros(num_envs)  # R_(t-1); 0 where an episode has just ended
         self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
@@ -50,10 +38,8 @@ class RewardNormalizer:
         self.update(self.discounted_returns(rewards, dones))
         return self.scale(rewards)
 
-    def discounted_returns(
-        self, rewards: np.ndarray, dones: np.ndarray, envs: slice | list[int] = slice(None)
-    ) -> np.ndarray:
-        """R_t [T, n] of the next T steps of the n environments `envs` (default: all)."""
+    def discounted_returns(self, rewards: np.ndarray, dones: np.ndarray, envs: Any = slice(None)) -> np.ndarray:
+        """R_t [T, n] of the next T steps of the n environments `envs`, a slice or a list (default: all)."""
         returns = np.empty(rewards.shape)
         for t in range(len(rewards)):
             returns[t] = rewards[t] + self.gamma * self.returns[envs]

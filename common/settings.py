@@ -5,8 +5,8 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, make_dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -28,8 +28,11 @@ Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < mat
 NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 
+Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
+
 # Old or foreign names of flags, which the command line accepts
 ALIASES = {"--baseline-coef": "--vf-coef"}  # rllte's and TorchBeast's name
+SECTIONS = ("environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run")  # in the order of --help
 
 
 def flag(name: str) -> str:
@@ -58,15 +61,15 @@ class RunArgs:
     """environment steps between evaluations on held-out levels (the last is at the end of the run); 0 for none"""
     eval_episodes: Positive[int] = 64
     """episodes that each evaluation plays with sampled actions, and again with the most likely ones"""
-    eval_num_levels: int = 0
+    eval_num_levels: NotNegative[int] = 0
     """number of Procgen levels to evaluate on; 0 for all levels, the usual test set"""
-    eval_start_level: int = 0
+    eval_start_level: NotNegative[int] = 0
     """first Procgen level to evaluate on (needs --eval-num-levels)"""
 
     # ---- run
     exp_name: str = "run"
     """name of the experiment, a part of the run folder's name; default: the script's name"""
-    seed: int = 1
+    seed: Seed = 1
     """seed of the networks, the sampled actions and the environments"""
     device: str = "auto"
     """auto (a CUDA GPU if there is one, else the CPU), cpu, cuda or cuda:N"""
@@ -117,39 +120,14 @@ class RunArgs:
                 raise InputError(message)
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of an annotated type."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    kinds = get_args(hint) or (hint,)
-    return type(value) in kinds or (type(value) is int and float in kinds)
-
-
-def with_saved(args_class: type, saved: Mapping[str, Any], may_be_missing: set[str] = frozenset()) -> Any:
-    """`args_class` with settings that were read from a file, but for `resume`. Raises InputError if they do not fit."""
-    hints = get_type_hints(args_class)
-    saved = {name: getattr(args_class(), name) for name in may_be_missing & hints.keys()} | saved
-    wrong = sorted(name for name in saved.keys() | hints if name not in hints or not fits(saved.get(name), hints[name]))
-    if wrong:
-        raise InputError(f"the run was made by a script with other flags ({', '.join(map(flag, wrong))}).")
-    return args_class(**saved | {"resume": None})
-
-
-SECTIONS = ("environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run")  # in the order of --help
-
-
 def sections(args_class: type) -> dict[str, dict[str, str]]:
-    """Each section's settings with their help. A comment like `# ---- algorithm` in a dataclass opens a section.
-
-    Reads the source, as tyro does for help texts: the help of a setting is the string below it.
-    """
-    found = {title: {} for title in SECTIONS}
-    titles = {}
+    """Each section's settings with their help, read from the source as tyro does. A comment like `# ---- algorithm`
+    opens a section; the help of a setting is the string below it."""
+    found, titles = {title: {} for title in SECTIONS}, {}
+    pattern = re.compile(r'^    (?:# -+ (.+)|(\w+): .+(?:\n    """([^"]*)""")?)', re.M)
     for parent in reversed(args_class.__mro__[:-1]):
         title = SECTIONS[-1]
-        for line in re.finditer(
-            r'^    (?:# -+ (.+)|(\w+): .+(?:\n    """([^"]*)""")?)', inspect.getsource(parent), re.M
-        ):
+        for line in pattern.finditer(inspect.getsource(parent)):
             title, name, text = line[1] or title, line[2], line[3]
             if name in parent.__annotations__:
                 section = found.setdefault(titles.setdefault(name, title), {})
@@ -158,10 +136,9 @@ def sections(args_class: type) -> dict[str, dict[str, str]]:
 
 
 def parse(args_class: type, default: Any, words: Sequence[str] | None = None) -> Any:
-    """`args_class` as the command line (or `words`) sets it, where it differs from `default`; `--help` shows the
-    sections."""
+    """`args_class` as the command line (or `words`) sets it, with `default` for all other settings."""
     hints, groups = get_type_hints(args_class, include_extras=True), []
-    for title, helps in sections(args_class).items():
+    for title, helps in sections(args_class).items():  # a dataclass for each, since tyro's --help lists dataclasses
         flags = [
             (name, Annotated[hints[name], tyro.conf.arg(help=text)], field(default=getattr(default, name)))
             for name, text in helps.items()
@@ -172,17 +149,4 @@ def parse(args_class: type, default: Any, words: Sequence[str] | None = None) ->
     words = sys.argv[1:] if words is None else words
     words = [re.sub(r"^--[\w-]+", lambda name: ALIASES.get(name[0], name[0]), word) for word in words]
     view = tyro.cli(make_dataclass("Args", groups), args=words, description=description)
-    return args_class(
-        **{name: value for group in fields(view) for name, value in vars(getattr(view, group.name)).items()}
-    )
-
-
-@dataclass
-class Resume:
-    resume: str | None = None
-
-
-def resumed_folder() -> str | None:
-    """The folder that the command line names with `--resume`; None where it names none."""
-    given, _ = tyro.cli(Resume, args=sys.argv[1:], return_unknown_args=True, add_help=False)
-    return None if given.resume in ("auto", "None") else given.resume
+    return args_class(**{name: value for group in vars(view).values() for name, value in vars(group).items()})

@@ -13,21 +13,17 @@ from types import FrameType
 from common.errors import InputError, TrainingError
 
 # What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
-SIGNALS = {signal.SIGINT: "Ctrl-C"} | {
-    number: number.name for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print an InputError or a TrainingError as one line on stderr, and exit with 2 or 1.
 
-    A signal exits with 128 plus its number (Ctrl-C: 130), by way of KeyboardInterrupt. Once one has come, others are
-    ignored. Only a script's main guard uses this: code that calls `main(Args(...))` gets the exceptions themselves.
+    A signal exits with 128 plus its number (Ctrl-C: 130), by way of KeyboardInterrupt. Only a script's main guard uses
+    this: code that calls `main(Args(...))` gets the exceptions themselves.
     """
-    code = 0
-    threading.excepthook = skip_log_writer
-    interrupt = Interrupt()
+    code, interrupt, threading.excepthook = 0, Interrupt(), skip_log_writer
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script, or under nohup
             signal.signal(number, interrupt)
@@ -38,31 +34,24 @@ def one_line_errors() -> Iterator[None]:
         print(f"{label}error: {error}", file=sys.stderr, flush=True)
         code = 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt as error:
-        number = error.args[0] if error.args else signal.SIGINT
+        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
         code = 128 + number
-        print(f"stopped by {SIGNALS[number]}", file=sys.stderr)
+        print(f"stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}", file=sys.stderr)
     hold_signals()
     for number in SIGNALS:  # the interpreter's end takes Python's handlers away
         signal.signal(number, signal.SIG_IGN)
     if any(thread.name.startswith("actor") for thread in threading.enumerate()):
-        # An actor hangs in its environment. The interpreter's own way out would abort the process.
         sys.stdout.flush()
-        os._exit(code)
+        os._exit(code)  # the interpreter's own way out would abort beside an actor that hangs in its environment
     if code:
         sys.exit(code)
 
 
 class Interrupt:
-    """A signal handler that raises KeyboardInterrupt, but not twice within some seconds.
+    """A signal handler that raises KeyboardInterrupt, but not twice within some seconds: that would cut the way out
+    short. Later signals count, since Python loses an exception that is raised in an object's finaliser."""
 
-    A second signal must not cut the way out short. Later ones count, for the first may have been lost: Python drops an
-    exception that is raised in an object's finaliser.
-    """
-
-    SECONDS = 10
-
-    def __init__(self):
-        self.last = -math.inf
+    SECONDS, last = 10, -math.inf
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if time.monotonic() - self.last > self.SECONDS:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorWrapper
 
 
 def open_video(path: Path, fps: float) -> Any:
@@ -17,35 +17,27 @@ def open_video(path: Path, fps: float) -> Any:
 
 
 class RecordFirstEnv(VectorWrapper):
-    """Write videos of environment 0 as MP4: its episodes 0, 1, 8, 27, ... and every thousandth (the schedule of
-    Gymnasium's RecordVideo). Nothing is written until `folder` is set."""
+    """Write videos of environment 0 into `folder`, once that is set: episodes 0, 1, 8, 27, ... and every thousandth."""
 
-    def __init__(self, envs: VectorEnv):
-        super().__init__(envs)
-        self.folder: Path | None = None
-        self.episode, self.writer = 0, None
+    folder, episode, file = None, 0, None
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode
+        cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode  # the schedule of Gymnasium's RecordVideo
         if self.folder is not None and (cubic if self.episode < 1000 else self.episode % 1000 == 0):
-            self.add(self.env.render()[0])
-        result = self.env.step(actions)
-        _, _, terminations, truncations, _ = result
+            if self.file is None:
+                self.folder.mkdir(exist_ok=True)
+                self.file = open_video(self.folder / f"episode-{self.episode}.mp4", self.metadata.get("render_fps", 30))
+            self.file.write_frame(self.env.render()[0])
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
         if terminations[0] or truncations[0]:
             self.finish_video()
             self.episode += 1
-        return result
-
-    def add(self, frame: np.ndarray) -> None:
-        if self.writer is None:
-            self.folder.mkdir(exist_ok=True)
-            self.writer = open_video(self.folder / f"episode-{self.episode}.mp4", self.metadata.get("render_fps", 30))
-        self.writer.write_frame(frame)
+        return obs, rewards, terminations, truncations, infos
 
     def finish_video(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def close(self, **kwargs: Any) -> None:
         self.finish_video()

@@ -4,11 +4,15 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 from conftest import Glance
@@ -49,6 +53,7 @@ class Fork:
     """`function(*args)` in a process of its own; `output` and `errors` are what it has printed so far.
 
     It is forked from a server that has loaded PyTorch and Procgen, which takes ten times as long as the run of a test.
+    A `with` statement kills it at its end. It also dies with the process that has made it.
     """
 
     def __init__(self, folder: Path, function: Callable, *args):
@@ -59,6 +64,13 @@ class Fork:
             file.write_text("")
         self.process = FORKS.Process(target=run_fork, args=(self.files, function, args), daemon=True)
         self.process.start()
+
+    def __enter__(self) -> "Fork":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.process.kill()
+        self.process.join()
 
     @property
     def output(self) -> str:
@@ -93,8 +105,21 @@ class Fork:
 def run_fork(files: list[Path], function: Callable, args: tuple) -> None:
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY), descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background shell's children ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which those of nohup ignore
+    die_with_parent()
+    multiprocessing.current_process().daemon = False  # it may have children
     function(*args)
+
+
+def die_with_parent() -> None:
+    """Kill this process when the one that has made it is no more, for example because a test has failed."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def run_script(name: str, words: list[str]) -> None:
@@ -103,3 +128,41 @@ def run_script(name: str, words: list[str]) -> None:
     sys.argv = [f"{name}.py", *words]
     with small_networks():
         script.run_script(script.main, script.Args)
+
+
+class ForkedScript:
+    """In place of `subprocess.Popen(["python", "ppo.py", ...])`: forked from this process, which has loaded PyTorch."""
+
+    def __init__(self, command: list[str], *, stdout: IO, **settings):
+        _, script, *words = command
+        process = multiprocessing.get_context("fork").Process
+        self.process = process(target=self.run, args=(stdout, Path(script).stem, words))
+        self.process.start()
+
+    @staticmethod
+    def run(output: IO, name: str, words: list[str]) -> None:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        die_with_parent()
+        mock.patch.stopall()
+        run_script(name, words)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self) -> None:
+        self.process.join()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+def run_launcher(words: list[str]) -> None:
+    """`python benchmarks/run.py <words>`, with `ForkedScript`s."""
+    sys.argv = ["run.py", *words]
+    mock.patch.object(subprocess, "Popen", ForkedScript).start()
+    runpy.run_path(str(ROOT / "benchmarks" / "run.py"), run_name="__main__")

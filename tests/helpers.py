@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.envs import finished_episodes, make_envs
-from common.evaluation import HeldOut, play
+from common.evaluation import HeldOut
 from common.load import load_agent
 
 
@@ -51,7 +51,7 @@ def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
 def evaluate(run_dir: Path, episodes: int = 20) -> float:
     """Mean return of the most probable actions over the first episode of each of `episodes` unseen environments."""
     agent, args = load_agent(run_dir)
-    held_out = HeldOut(make_envs(args.env_id, episodes, seed=10_000), seed=10_000)
-    returns, _ = play(agent, held_out, 1, greedy=True, device=torch.device("cpu"))
+    held_out = HeldOut(make_envs(args.env_id, episodes, seed=10_000), 10_000, torch.device("cpu"))
+    returns, _ = held_out.play(agent, 1, greedy=True)
     held_out.envs.close()
     return float(returns.mean())

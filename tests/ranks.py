@@ -1,9 +1,10 @@
 """Ranks as processes of their own, and what they do in tests/test_distributed.py.
 
-torchrun calls this file, too: `torchrun ... tests/ranks.py FUNCTION FOLDER [JSON]`.
+torchrun calls this file, too: `torchrun ... tests/ranks.py FUNCTION FOLDER JSON`.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -28,7 +29,6 @@ import impala
 import ppg
 import ppo
 from common import checkpoint
-from common.errors import TrainingError
 from common.reward_scale import RewardNormalizer
 from common.signals import one_line_errors
 from common.world import World, init_world
@@ -81,16 +81,13 @@ class Ranks:
             "CXX": "false",  # nothing to compile for vectors and small networks
         }
         self.starts += 1
-        forks = []
-        for rank in range(self.number):
-            place = self.folder / f"start{self.starts}-rank{rank}"
-            own = environment | {"RANK": rank, "LOCAL_RANK": rank}
-            forks.append(Fork(place, as_rank, {name: str(value) for name, value in own.items()}, function, *args))
-        try:
+        with contextlib.ExitStack() as stack:
+            forks = []
+            for rank in range(self.number):
+                place = self.folder / f"start{self.starts}-rank{rank}"
+                own = {name: str(value) for name, value in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                forks.append(stack.enter_context(Fork(place, as_rank, own, function, *args)))
             yield forks
-        finally:
-            for fork in forks:
-                fork.process.kill()
 
     def run(self, function: Callable, *args, statuses: list[int] | None = None) -> list[Fork]:
         """Start them, and wait until they end with `statuses` (without any: all with 0)."""
@@ -98,6 +95,17 @@ class Ranks:
             ends = [fork.wait(120) for fork in forks]
             assert ends == (statuses or [0] * self.number), [fork.output + fork.errors for fork in forks]
             return forks
+
+
+def torchrun(words: list[str], environment: dict[str, str], network: str | None = None) -> None:
+    """`torchrun <words>`, but its ranks are forked from this process. `network`: the namespace of a host's network."""
+    if network:
+        with open(f"/var/run/netns/{network}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    os.environ.update(environment | {"OMP_NUM_THREADS": "1", "CXX": "false"})
+    from torch.distributed import run
+
+    run.main(["--run-path", "--start-method", "fork", *words])
 
 
 def as_rank(environment: dict[str, str], function: Callable, *args) -> None:
@@ -140,20 +148,13 @@ def learn(case: str, world: World) -> torch.Tensor:
 
 
 def gradients(folder: Path) -> None:
-    """Every case of learning, the statistics that are of all ranks, and parameters that are no longer the same."""
+    """Every case of learning, and the statistics that are of all ranks."""
     world, found = init_world("cpu"), {}
     for case in CASES:
         found[case] = learn(case, world)
     rewards = np.random.default_rng(0).normal(size=(2, T, N))[..., OF_RANK[2][world.rank]]
     normalizer = RewardNormalizer(4, 0.9, moments=world.moments)
     found["scaled"] = torch.as_tensor(np.stack([normalizer(each, np.zeros((T, 4))) for each in rewards]))
-    network = torch.nn.Linear(2, 2)
-    world.broadcast_parameters([network])
-    network.bias.data[1] += world.rank * 1e-7
-    try:
-        world.check_parameters(network)
-    except TrainingError as error:
-        found["drift"] = str(error)
     torch.save(found, folder / f"rank{world.rank}.pt")
     world.destroy()
 
@@ -188,7 +189,8 @@ def train(folder: Path, settings: dict) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ == "__main__":
-    function, folder, *settings = sys.argv[1:]
+if __name__ == "__main__":  # in a fork of `torchrun`
+    fast.die_with_parent()
+    _, function, folder, settings = sys.argv
     with one_line_errors():
-        globals()[function](Path(folder), *map(json.loads, settings))
+        globals()[function](Path(folder), json.loads(settings))

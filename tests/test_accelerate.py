@@ -222,6 +222,11 @@ def draw(self, x):
     return x if random.random() < -1 else same(self, x)
 
 
+def add_in_place(self, x):
+    x += self.conv1(F.relu(self.conv0(F.relu(x))))
+    return x
+
+
 def training(self, x):
     h = self.conv1(F.relu(self.conv0(F.relu(x))))
     return x + h if self.training else x
@@ -307,7 +312,8 @@ EDITS = {
     "nn.ReLU in place": edited(
         lambda self, x: x + self.conv1(self.act(self.conv0(self.act(x)))), act=lambda: nn.ReLU(inplace=True)
     ),
-    "+=": edited(lambda self, x: x.add_(self.conv1(F.relu(self.conv0(F.relu(x)))))),
+    "+=": edited(add_in_place),
+    "add_": edited(lambda self, x: x.add_(self.conv1(F.relu(self.conv0(F.relu(x)))))),
     "parameter": edited(
         lambda self, x: x + self.gain * self.conv1(F.relu(self.conv0(F.relu(x)))),
         gain=lambda: nn.Parameter(torch.tensor(0.5)),

@@ -118,8 +118,7 @@ def same(a, b):
 
 def what_a_run_leaves(path):
     """Parameters, TensorBoard's scalars and the CSVs, but for what a clock says."""
-    clock = {"charts/SPS", "charts/communication"}
-    scalars = {tag: points for tag, points in read_scalars(path).items() if tag not in clock}
+    scalars = {tag: points for tag, points in read_scalars(path).items() if tag != "charts/SPS"}
     return parameters(path), scalars, deterministic_files(path)
 
 
@@ -206,17 +205,17 @@ def run_copy(stopped, tmp_path):
 @pytest.mark.parametrize(
     ("calls", "settings"),
     [
-        (1, {}),
         (3, {}),
+        (6, {}),
         (8, {}),
         (8, {"env_id": "TestPush-v0", "eval_interval": 50, "eval_episodes": 5}),
     ],
     ids=str,
 )
 def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, tmp_path, monkeypatch):
-    """PPG is interrupted at the start of a phase, in mid-phase, and in mid-phase after an auxiliary phase."""
+    """PPG is interrupted in mid-phase, at the start of a phase, and in mid-phase after an auxiliary phase."""
     path = interrupted(script, calls, tmp_path, monkeypatch, checkpoint_interval=1e9, **GAMES | settings)
-    assert len(list(path.glob("checkpoints/*.pt"))) == (calls > (2 if script is impala else 1))
+    assert len(list(path.glob("checkpoints/*.pt"))) == 1
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert resume(script, path) == path
     check_same_run(path, undisturbed(script, **settings))
@@ -262,7 +261,7 @@ def test_a_new_episode_starts_without_a_memory(env_id, kept):
     envs = make_envs(env_id, 2, seed=0)
     envs.reset(seed=0)
     agent = impala.Agent(envs.single_observation_space, envs.single_action_space, args)
-    states = [state | {"recurrent": torch.full((2, 16), 1.0 + n)} for n, state in enumerate(envs.states())]
+    states = [state | {"recurrent": torch.full((2, 16), 1.0 + n)} for n, state in enumerate(envs.state_dict())]
     unrolls = impala.act(envs, 0, [(agent, 0)], dict(enumerate(states)), args, Event())
     for n in range(2):
         assert next(unrolls).unroll.state.unique().tolist() == [1.0 + n if kept else 0.0]
@@ -307,7 +306,7 @@ def test_environments_that_cannot_be_put_back_are_named(tmp_path, monkeypatch, c
     path = interrupted(ppo, 4, tmp_path, monkeypatch)
     before = len(starts)
     resume(ppo, path)
-    assert "these environments cannot be put back where they were: they start new episodes" in capsys.readouterr().err
+    assert "the environments cannot be put back where they were: new episodes begin" in capsys.readouterr().err
     assert not torch.isclose(starts[0], starts[before]).any(dim=1).all()
     assert starts[before].abs().max() < 0.05  # where CartPole begins
 
@@ -360,8 +359,8 @@ def run_with_late_signals(runs_dir):
 
 def test_a_signal_in_the_last_moments_changes_nothing(tmp_path):
     """Neither while the last checkpoint is written nor afterwards: Slurm would start the run once more."""
-    process = fast.Fork(tmp_path, run_with_late_signals, tmp_path / "runs")
-    assert (process.wait(), process.errors) == (0, "")
+    with fast.Fork(tmp_path, run_with_late_signals, tmp_path / "runs") as process:
+        assert (process.wait(), process.errors) == (0, "")
     assert process.output.splitlines()[-2].startswith("done: ")
     assert process.output.endswith("\nstill there\n")
 
@@ -372,21 +371,24 @@ def torture(script, settings, kills, undisturbed, tmp_path):
     args, rng = game_args(script, runs, **settings), random.Random(0)
     reference, words, killed = undisturbed(script, **settings), [], 0
     while killed < kills:
-        process = start(script, args, printed, *words)
-        process.wait_for_output()
-        time.sleep(rng.uniform(0, 0.5))
-        killed += process.process.is_alive()
-        process.process.kill()
-        assert process.wait() in (0, -signal.SIGKILL), process.errors
+        with start(script, args, printed, *words) as process:
+            process.wait_for_output()
+            time.sleep(rng.uniform(0, 0.5))
+            was_alive = process.process.is_alive()
+            process.process.kill()
+            assert process.wait() in (0, -signal.SIGKILL), process.errors
         assert "Traceback" not in process.errors, process.errors
         (path,) = runs.iterdir()
-        words = [f"--resume={path}"]
-        if json.loads((path / "meta.json").read_text())["finished"]:  # once more from the start
+        words, begun = [f"--resume={path}"], bool(checkpoint.checkpoint_files(path))
+        killed += was_alive and begun
+        finished = begun and json.loads((path / "meta.json").read_text())["finished"]
+        if finished:
             check_same_run(path, reference)
+        if finished or not begun:  # once more from the start
             shutil.rmtree(path)
             words = []
-    process = start(script, args, printed, *words)
-    assert process.wait() == 0, process.errors
+    with start(script, args, printed, *words) as process:
+        assert process.wait() == 0, process.errors
     (path,) = runs.iterdir()
     check_same_run(path, reference)
     assert not list(path.rglob("*.tmp"))
@@ -401,8 +403,11 @@ def test_a_run_killed_after_its_last_checkpoint_just_ends(script, undisturbed, t
             script.main(game_args(script, tmp_path))
     (path,) = tmp_path.iterdir()
     (path / "model.pt").unlink()
+    newest, older = checkpoint.checkpoint_files(path)
+    shutil.copy(older, older.with_name("000000000001.pt"))  # killed before it could remove it
     resume(script, path)
     check_same_run(path, undisturbed(script))
+    assert checkpoint.checkpoint_files(path) == [newest, older]
 
 
 @ALL
@@ -420,11 +425,9 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     """Episodes follow each other, across the kill, too: their lengths add up to the steps they ended at."""
     total = 120 * 32
     settings = {"num_actors": 1, "batch_size": 4, "queue_size": 4, "total_timesteps": total, "env_id": "leaper"}
-    process = start(impala, game_args(impala, tmp_path / "runs", **settings), tmp_path)
-    process.wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoints/*.pt"))) >= 2)
-    time.sleep(0.1)
-    process.process.kill()
-    process.wait()
+    with start(impala, game_args(impala, tmp_path / "runs", **settings), tmp_path) as process:
+        process.wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoints/*.pt"))) >= 2)
+        time.sleep(0.1)
     (path,) = (tmp_path / "runs").iterdir()
     step = checkpoint.newest_checkpoint(path)["step"]
     assert 0 < step < total
@@ -454,12 +457,10 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
 def test_signals_write_a_checkpoint(script, sent, code, tmp_path, monkeypatch, capsys):
     """Not that of the next iteration, which is not waited for. What is printed then resumes the run."""
     runs = tmp_path / "runs"
-    process = start(script, game_args(script, runs, total_timesteps=10**7, checkpoint_interval=1e9), tmp_path)
-    process.wait_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")))
-    process.send(sent)
-    begin = time.monotonic()
-    assert process.wait(30) == code
-    assert time.monotonic() - begin < 10
+    with start(script, game_args(script, runs, total_timesteps=10**7, checkpoint_interval=1e9), tmp_path) as process:
+        process.wait_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")))
+        process.send(sent)
+        assert process.wait(10) == code
     assert process.errors == f"stopped by {'Ctrl-C' if sent == signal.SIGINT else sent.name}\n"
     (path,) = runs.iterdir()
     again = process.output.splitlines()[-1].removeprefix("resume with: ")
@@ -485,13 +486,18 @@ def test_slurm_example_of_the_readme(tmp_path):
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"SLURM_JOB_ID": "77", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for number in (1, 2, 3):
-        process = subprocess.Popen(["bash", "job"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ppg.py --env-id starpilot --seed 1 --resume auto\n"
-        if number < 3:
-            process.send_signal(signal.SIGUSR1)
-        else:
-            (tmp_path / "complete").touch()
-        process.communicate()
+        options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        process = subprocess.Popen(["bash", "job"], cwd=tmp_path, env=env, **options)
+        try:
+            assert process.stdout.readline() == "ppg.py --env-id starpilot --seed 1 --resume auto\n"
+            if number < 3:
+                process.send_signal(signal.SIGUSR1)
+            else:
+                (tmp_path / "complete").touch()
+            process.communicate(timeout=30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         assert (tmp_path / "requeued").read_text() == "requeue 77\n" * min(number, 2)
         assert (tmp_path / "saved").read_text() == "saved\n" * min(number, 2)
 
@@ -507,14 +513,16 @@ def test_a_checkpoint_holds_what_it_should(script, run_copy):
     assert (newest.name, older.name) == tuple(f"{step:012}.pt" for step in steps)
     assert {file.name for file in newest.parent.iterdir()} == {newest.name, older.name}
     saved = torch.load(newest, weights_only=True)
-    assert saved.keys() == {"format", "script", "args", "step", "made_with", "run", "parts", "ranks"}
+    assert saved.keys() == {"format", "script", "args", "step", "run", "parts", "ranks"}
     assert (saved["format"], saved["script"]) == (checkpoint.FORMAT, f"{script.__name__}.py")
     assert saved["parts"].keys() >= {"agent", "optimizer"}
     (own,) = saved["ranks"]
     assert own.keys() >= {"random", "reward_normalizer", "progress" if script is impala else "envs"}
     assert script.Args(**saved["args"]).env_id == GAMES["env_id"]
     model = torch.load(path / "model.pt", weights_only=True)
-    assert model["step"] == saved["step"] == int(newest.stem)
+    assert model.keys() == {"format", "script", "args", "step", "agent"}
+    assert all(model[name] == saved[name] for name in ("format", "script", "args", "step"))
+    assert saved["step"] == int(newest.stem)
     assert same(model["agent"], saved["parts"]["agent"])
     assert not list(path.rglob("*.tmp"))
 
@@ -547,6 +555,7 @@ def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     changes = changes | {"keep_checkpoints": 1, "checkpoint_interval": 3.0, "micro_batch_size": 500}
     resume(script, path, **changes)
     check_same_run(path, undisturbed(script))
+    assert len(checkpoint.checkpoint_files(path)) == 1
     settings, meta = (json.loads((path / name).read_text()) for name in ("args.json", "meta.json"))
     assert changes.items() <= settings.items()
     assert settings["resume"] is None
@@ -556,11 +565,15 @@ def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     assert meta["command"] == command(script.Args(**settings), f"{script.__name__}.py")
 
 
-@pytest.mark.parametrize("total", [32, 90])
-def test_a_run_cannot_be_made_shorter_than_it_is(total, run_copy):
+def test_a_run_made_shorter_than_it_is_just_ends(run_copy):
     path = run_copy(impala)
+    before = parameters(path)
+    resume(impala, path, total_timesteps=90)
+    assert same(parameters(path), before)
+    assert checkpoint.newest_checkpoint(path)["step"] == 96
+    assert json.loads((path / "meta.json").read_text())["finished"]
     with pytest.raises(InputError, match=r"it has made 96 steps: raise --total-timesteps"):
-        resume(impala, path, total_timesteps=total)
+        resume(impala, path, total_timesteps=90)
 
 
 @pytest.mark.parametrize(
@@ -597,21 +610,9 @@ def test_command_line_takes_the_settings_of_the_run(script, run_copy, monkeypatc
     assert saved_args(script.Args) == script.Args()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("num_envs", "4"), ("num_envs", None), ("device", 3), ("anneal_lr", 1), ("precision", "fp64")]
-)
-def test_settings_of_a_wrong_type_are_refused(name, value, run_copy, monkeypatch):
-    path = run_copy(ppo)
-    settings = json.loads((path / "args.json").read_text())
-    (path / "args.json").write_text(json.dumps(settings | {name: value}))
-    monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path)])
-    with pytest.raises(InputError, match=rf"other flags \(--{name.replace('_', '-')}\)"):
-        saved_args(ppo.Args)
-
-
 @ALL
 def test_a_run_older_than_some_flags(script, run_copy, monkeypatch):
-    """Its args.json lacks them; where they cannot make it another run, they have their defaults."""
+    """They have their defaults, where these cannot make it another run."""
     path = run_copy(script)
     settings = json.loads((path / "args.json").read_text())
     younger = {"micro_batch_size", "accelerate", "aux_frames"}
@@ -619,9 +620,12 @@ def test_a_run_older_than_some_flags(script, run_copy, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path), "--micro-batch-size", "7"])
     args = parse(script.Args, default=saved_args(script.Args))
     assert args == script.Args(**settings | {"resume": str(path), "micro_batch_size": 7})
-    (path / "args.json").write_text(json.dumps({name: settings[name] for name in settings.keys() - {"gamma"}}))
-    with pytest.raises(InputError, match=r"a script with other flags .*--gamma"):
-        saved_args(script.Args)
+    for file in checkpoint.checkpoint_files(path):
+        content = checkpoint.read_archive(file)
+        del content["args"]["gamma"]
+        checkpoint.write_archive(file, content)
+    with pytest.raises(InputError, match=r"--gamma 0\.\d+ \(there: unknown\)"):
+        resume(script, path)
 
 
 def test_only_the_run_s_own_logs_are_cut(run_copy, undisturbed):
@@ -635,18 +639,15 @@ def test_only_the_run_s_own_logs_are_cut(run_copy, undisturbed):
     check_same_run(path, undisturbed(ppo))
 
 
-def test_what_a_killed_process_leaves_is_removed_and_what_others_put_there_is_not(run_copy, undisturbed):
+def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed):
     path = run_copy(ppo)
     newest, _ = checkpoint.checkpoint_files(path)
     backup = shutil.copy(newest, newest.with_name(f"{newest.stem}-backup.pt"))
-    (newest.parent / "000000000999.pt.tmp").write_text("half")
     newest.write_bytes(newest.read_bytes()[:-100])
     resume(ppo, path)
     check_same_run(path, undisturbed(ppo))
     assert Path(backup).exists()
-    names = {file.name for file in newest.parent.iterdir()}
-    assert newest.with_suffix(".damaged").name in names
-    assert not [name for name in names if "999" in name]
+    assert newest.with_suffix(".damaged").exists()
 
 
 def test_a_run_of_another_script_is_refused(run_copy, tmp_path, monkeypatch):
@@ -665,25 +666,43 @@ def test_a_run_of_another_script_is_refused(run_copy, tmp_path, monkeypatch):
         saved_args(ppg.Args)
 
 
-@pytest.mark.parametrize("place", ["nowhere", "empty", "file"])
-def test_no_run_there(place, tmp_path):
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("nowhere", "no run folder that can be written is there (No such file or directory)"),
+        ("file", "no run folder that can be written is there (Not a directory)"),
+        ("empty", "it has no checkpoint that can be read"),
+    ],
+)
+def test_no_run_there(place, words, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="no run folder with a readable args"):
-        ppo.main(make_args(ppo, tmp_path, resume=str(tmp_path / place)))
+    path = tmp_path / place
+    with pytest.raises(InputError, match=f"^--resume {re.escape(f'{path}: {words}')}"):
+        ppo.main(make_args(ppo, tmp_path, resume=str(path)))
+    monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path)])
+    with pytest.raises(InputError, match=f"^--resume {path}: no run folder with a readable args.json is there"):
+        saved_args(ppo.Args)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path, monkeypatch, capsys):
+    path = interrupted(ppo, 1, tmp_path, monkeypatch)
+    with pytest.raises(InputError, match="it has no checkpoint that can be read: start a new run"):
+        resume(ppo, path)
+    new = ppo.main(make_args(ppo, tmp_path, resume="auto"))
+    assert new != path
+    assert f"passes {path} over" in capsys.readouterr().err
 
 
 def test_two_processes_cannot_share_a_run(run_copy, tmp_path):
     path = run_copy(ppo)
     with lock_folder(path), pytest.raises(InputError, match="is in use by another process"):
         resume(ppo, path)
-    process = start(ppo, game_args(ppo, tmp_path / "new", total_timesteps=10**7), tmp_path / "printed")
-    process.wait_for_output()
-    (running,) = (tmp_path / "new").iterdir()
-    with pytest.raises(InputError, match="is in use by another process"):
-        resume(ppo, running)
-    process.process.kill()
-    process.wait()
+    with start(ppo, game_args(ppo, tmp_path / "new", total_timesteps=10**7), tmp_path / "printed") as process:
+        process.wait_for_output()
+        (running,) = (tmp_path / "new").iterdir()
+        with pytest.raises(InputError, match="is in use by another process"):
+            resume(ppo, running)
     lock_folder(running).close()
 
 
@@ -743,6 +762,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbe
     for place in places:
         flipped = data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
         cases.append((flipped, any(place in content for content in contents)))
+    folder = data.rindex(b"PK\1\2") + 38  # that bit makes the record a folder, which PyTorch takes for an empty tensor
+    cases.append((data[:folder] + bytes([data[folder] ^ 16]) + data[folder + 1 :], True))
     assert sum(harmful for _, harmful in cases) > 95
     for damaged, harmful in cases:
         newest.write_bytes(damaged)
@@ -750,7 +771,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbe
         if warning or harmful:
             assert found["step"] == int(older.stem)
             assert re.match(
-                rf"warning: {re.escape(str(newest))} is damaged(, or not| \(a checksum does not match\)).*: it is",
+                rf"warning: {re.escape(str(newest))} is damaged(, or not a file of tensors.*)?: it is skipped",
                 warning,
             )
         else:
@@ -769,13 +790,11 @@ class Bomb:
     ("content", "words"),
     [
         ("code", "is damaged, or not a file of tensors"),
-        ("model", "is no checkpoint of this version"),
         ("text", "is damaged, or not a file of tensors"),
-        ("tensor", "is no checkpoint:"),
-        ("keys", "is no checkpoint of this version"),
-        ("types", "is no checkpoint of this version"),
-        ("ranks", "is no checkpoint of this version"),
-        ("version", "is no checkpoint of this version"),
+        ("tensor", "is no model or checkpoint of this version"),
+        ("version", "is no model or checkpoint of this version"),
+        ("model", ""),
+        ("types", ""),
     ],
 )
 def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monkeypatch, capsys):
@@ -786,17 +805,16 @@ def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monke
         saved = torch.load(file, weights_only=True)
         made = {
             "code": saved | {"step": Bomb()},
-            "model": torch.load(path / "model.pt", weights_only=True),
             "tensor": torch.zeros(3),
-            "keys": {"format": checkpoint.FORMAT},
-            "types": saved | {"step": "many"},
-            "ranks": saved | {"ranks": []},
             "version": saved | {"format": checkpoint.FORMAT - 1},
+            "model": torch.load(path / "model.pt", weights_only=True),
+            "types": saved | {"step": "many"},
         }
         file.write_text("not a checkpoint") if content == "text" else torch.save(made[content], file)
-    with pytest.raises(InputError, match="none of its 2 checkpoints can be read"):
+    with pytest.raises(InputError, match="it has no checkpoint that can be read"):
         resume(ppo, path)
-    assert capsys.readouterr().err.count(words) == 2
+    warnings = capsys.readouterr().err
+    assert not words or warnings.count(words) == 2
     assert not (path / "exploded").exists()
 
 
@@ -809,19 +827,6 @@ def test_parts_of_another_shape_are_refused(script, run_copy):
         checkpoint.write_archive(file, content)
     with pytest.raises(InputError, match=f"^--resume {re.escape(str(path))}: its checkpoint does not fit this script"):
         resume(script, path)
-
-
-def test_a_resumed_optimizer_keeps_the_kernels_of_its_device(tmp_path):
-    """A run of the CPU goes on with fused kernels on a GPU, and the other way round; here both on the CPU."""
-    for fused in (True, False):
-        agent = torch.nn.Linear(2, 2)
-        optimizer, other = (torch.optim.Adam(agent.parameters(), fused=value) for value in (fused, not fused))
-        agent(torch.ones(2)).sum().backward()
-        other.step()
-        saved = {"parts": {"optimizer": other.state_dict()}, "ranks": [{}]}
-        checkpoint.load_parts({"optimizer": optimizer}, saved, 0, tmp_path)
-        assert optimizer.param_groups[0]["fused"] is fused
-        optimizer.step()
 
 
 # --------------------------------------------------------------------------------------------------------- new weights
@@ -843,27 +848,18 @@ def test_init_from_starts_a_new_run_with_old_weights(script, source, run_copy, t
     assert json.loads((new / "args.json").read_text())["init_from"] == str(file)
 
 
-def test_init_from_counts_for_a_run_killed_before_its_first_checkpoint(run_copy, tmp_path, monkeypatch):
-    path = run_copy(ppo)
-    settings = {"init_from": str(path), "learning_rate": 0.0, "anneal_lr": False}
-    new = interrupted(ppo, 1, tmp_path / "new", monkeypatch, **GAMES | settings)
-    assert not checkpoint.checkpoint_files(new)
-    resume(ppo, new)
-    assert same(parameters(new), parameters(path))
-
-
 def test_init_from_a_damaged_model(run_copy):
     file = run_copy(ppo) / "model.pt"
     data, rng = file.read_bytes(), random.Random(0)
-    good = load.read_weights(file)
+    good = load.read_model(file)
     places = [*range(0, 300, 6), *(rng.randrange(len(data)) for _ in range(50)), *range(len(data) - 300, len(data), 6)]
     for place in places:
         file.write_bytes(data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :])
-        with contextlib.suppress(checkpoint.Damaged):
-            assert same(load.read_weights(file), good)  # it was in a byte without meaning
+        with contextlib.suppress(InputError):
+            assert same(load.read_model(file), good)  # it was in a byte without meaning
         file.write_bytes(data[:place])
-        with pytest.raises(checkpoint.Damaged):
-            load.read_weights(file)
+        with pytest.raises(InputError, match="is damaged"):
+            load.read_model(file)
 
 
 def test_init_from_what_does_not_fit(run_copy, tmp_path):
@@ -879,11 +875,11 @@ def test_init_from_what_does_not_fit(run_copy, tmp_path):
     refused(tmp_path / "nowhere", r"nowhere cannot be read \(No such file")
     refused(path / "args.json", "args.json is damaged, or not a file of tensors")
     torch.save({"step": 3}, tmp_path / "other.pt")
-    refused(tmp_path / "other.pt", "other.pt is damaged or holds no agent")
+    refused(tmp_path / "other.pt", "other.pt is no model or checkpoint of this version")
     data = bytearray((path / "model.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (path / "model.pt").write_bytes(data)
-    refused(path, r"model.pt is damaged \(a checksum does not match\)")
+    refused(path, "model.pt is damaged")
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
@@ -925,7 +921,7 @@ def test_disk_full_for_a_checkpoint(undisturbed, small_disk, monkeypatch, capsys
     path = ppo.main(game_args(ppo, small_disk / "runs"))
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2
-    assert all("(No space left on device), the last is of step 64; the run goes on" in line for line in warnings)
+    assert all("(No space left on device); the run goes on" in line for line in warnings)
     monkeypatch.undo()
     check_same_run(path, undisturbed(ppo))
 
@@ -933,11 +929,11 @@ def test_disk_full_for_a_checkpoint(undisturbed, small_disk, monkeypatch, capsys
 @pytest.mark.parametrize("script", [ppo, impala], ids=lambda script: script.__name__)
 def test_disk_full_for_the_logs(script, small_disk, tmp_path):
     """The run stops with one message, and goes on from its last checkpoint when there is room again."""
-    process = start(script, game_args(script, small_disk / "runs", total_timesteps=10**6), tmp_path)
-    process.wait_for(lambda: list(small_disk.glob("runs/*/checkpoints/*.pt")))
     ballast = small_disk / "ballast"
-    fill_disk(ballast)
-    assert process.wait(60) == 1
+    with start(script, game_args(script, small_disk / "runs", total_timesteps=10**6), tmp_path) as process:
+        process.wait_for(lambda: list(small_disk.glob("runs/*/checkpoints/*.pt")))
+        fill_disk(ballast)
+        assert process.wait(60) == 1
     *warnings, error = process.errors.splitlines()
     assert all(line.startswith("warning: no checkpoint at step") for line in warnings)
     (path,) = (small_disk / "runs").iterdir()
@@ -962,18 +958,17 @@ def test_environments_that_give_nan(script, what, value, tmp_path, monkeypatch):
         script.main(args)
     (path,) = tmp_path.iterdir()
     message = str(error.value)
-    words = rf"the {what} of environment \d is NaN or infinite: the run stops; its last good model is "
+    words = (
+        rf"an? {what} of the environments is NaN or infinite: the run stops; its last good model is .*; resume with: "
+    )
     assert re.match(words, message)
-    assert str(path / "bad_batch.pt") in message
-    batch = torch.load(path / "bad_batch.pt", weights_only=True)
-    assert not batch[what].isfinite().all()
     saved = checkpoint.newest_checkpoint(path)
     assert saved["step"] >= 64
     assert all(parameter.isfinite().all() for parameter in saved["parts"]["agent"].values())
 
 
 @ALL
-def test_nan_leaves_checkpoint_and_batch(script, tmp_path, monkeypatch):
+def test_nan_leaves_a_checkpoint(script, tmp_path, monkeypatch):
     update, calls = script.update, []
 
     def spoil(agent, *rest):
@@ -981,11 +976,9 @@ def test_nan_leaves_checkpoint_and_batch(script, tmp_path, monkeypatch):
         return update(agent, *rest) | ({"losses/grad_norm": torch.tensor(np.nan)} if len(calls) == 7 else {})
 
     monkeypatch.setattr(script, "update", spoil)
-    with pytest.raises(TrainingError, match=r"^losses/grad_norm is nan at step \d+: .*bad_batch.pt") as error:
+    with pytest.raises(TrainingError, match=r"^losses/grad_norm is nan at step \d+: .* resume with: ") as error:
         script.main(make_args(script, tmp_path))
     (path,) = tmp_path.iterdir()
-    batch = torch.load(path / "bad_batch.pt", weights_only=True)
-    assert {"obs", "actions", "rewards"} <= batch.keys()
     saved = checkpoint.newest_checkpoint(path)
     assert saved["step"] == (96 if script is impala else 6 * 32)
     assert "last good model" in str(error.value)
@@ -1024,10 +1017,10 @@ def test_environments_go_on_where_they_were(env_id, num_groups):
     for _ in range(37):
         act(envs)
     act(other)
-    states, shown = envs.states(), envs.obs.copy()
-    other.load_states(states)
+    states, shown = envs.state_dict(), envs.obs.copy()
+    other.load_state_dict(states)
     np.testing.assert_array_equal(other.obs, shown)
-    assert same(other.states(), states)
+    assert same(other.state_dict(), states)
     ended = 0
     for _ in range(600):
         for a, b in zip(*act(envs, other), strict=True):

@@ -14,9 +14,8 @@ from helpers import estimates
 import impala
 import ppg
 import ppo
-from common.device import resolve_device, setup_device
+from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
 from common.errors import InputError
-from common.memory import frame_store, keep_freed_memory, to_device
 from common.world import World
 
 FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
@@ -29,7 +28,7 @@ def test_resolve_device(monkeypatch):
     assert resolve_device("auto") == torch.device("cuda")
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     assert resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match="cuda:0 to cuda:1"):
+    with pytest.raises(InputError, match="PyTorch sees 2 CUDA GPUs here: use --device auto or another"):
         resolve_device("cuda:2")
     for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
         with pytest.raises(InputError, match="use auto, cpu, cuda or cuda:N"):
@@ -110,7 +109,7 @@ def test_frames_on_disk(tmp_path):
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_frames_that_fit_nowhere(disk, tmp_path):
-    with pytest.raises(InputError, match=f"lower --n-pi{', or choose another --runs-dir' if disk else ''}.$"):
+    with pytest.raises(InputError, match=r"lower --n-pi\.$"):
         frame_store((2**45,), torch.uint8, torch.device("cpu"), "--n-pi", str(tmp_path) if disk else None)
 
 

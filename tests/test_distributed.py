@@ -1,13 +1,14 @@
 """Several ranks, as torchrun starts them, learn what one process would from all of their experience."""
 
+import contextlib
 import csv
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fast
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from fast import Fork
 from helpers import parameters
 from ranks import Ranks
-from test_checkpoint import check_same_run, resume
+from test_checkpoint import check_same_run
 from test_run import read_scalars
 
 import ppo
@@ -25,12 +26,9 @@ from common import session
 from common.checkpoint import newest_checkpoint
 from common.device import resolve_device
 from common.errors import InputError
-from common.resume import Resumed
 from common.reward_scale import RewardNormalizer
-from common.world import World
+from common.world import ProcessGroup, World
 
-ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SMALL = {
     "ppo": {},
     "ppg": {"n_pi": 3, "num_aux_rollouts": 2, "e_aux": 2},
@@ -85,10 +83,6 @@ def test_rewards_are_scaled_by_the_returns_of_all_ranks(learnt):
         np.testing.assert_allclose(found["scaled"], joined[..., ranks.OF_RANK[2][rank]], rtol=1e-6)
 
 
-def test_ranks_whose_parameters_differ_are_told(learnt):
-    assert all(found["drift"].startswith("the ranks no longer have the same parameters") for found in learnt)
-
-
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -115,7 +109,6 @@ def test_a_run_of_two_ranks(script, tmp_path):
     of_rank = [[(row["env"] % 2, row["step"]) for row in episodes if row["env"] // 2 == rank] for rank in range(2)]
     assert of_rank[0] != of_rank[1]
     scalars = read_scalars(path)
-    assert all(0 <= value <= 1 for _, value in scalars["charts/communication"])
     lags = {"charts/policy_lag", "charts/policy_lag_max"} if script == "impala" else set()
     assert {tag for tag in scalars if "lag" in tag} == lags
     assert len((path / "eval.csv").read_text().splitlines()) == 1 + 2 * 4
@@ -155,13 +148,17 @@ def test_a_rank_that_is_killed_changes_nothing(script, whole, tmp_path):
     check_same_run(path, whole(script))
 
 
+def torchrun(folder, words, settings, environment, network=None):
+    """A process that does what torchrun does: in `folder` is what is printed and saved."""
+    script = [ranks.__file__, "train", str(folder), json.dumps(settings)]
+    return Fork(folder, ranks.torchrun, [*words, *script], environment, network)
+
+
 def test_torchrun_starts_them_again(whole, tmp_path):
     settings = settings_of("ppo", tmp_path / "runs", kill=[1, 160])
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["tests/ranks.py", "train", str(tmp_path), json.dumps(settings)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CXX": "false"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with torchrun(tmp_path, words, settings, {}) as process:
+        assert process.wait(120) == 0, process.output + process.errors
     (path,) = (tmp_path / "runs").iterdir()
     meta = json.loads((path / "meta.json").read_text())
     assert [each["step"] for each in meta["resumed"]] == [128]
@@ -169,7 +166,7 @@ def test_torchrun_starts_them_again(whole, tmp_path):
     check_same_run(path, whole("ppo"))
 
 
-def test_sigterm_and_resume_with_other_numbers_of_ranks(tmp_path):
+def test_sigterm_and_resume(tmp_path):
     runs = tmp_path / "runs"
     words = words_of(settings_of("ppo", runs, total_timesteps=10**6))
     with Ranks(tmp_path / "two", 2).started(fast.run_script, "ppo", words) as forks:
@@ -181,48 +178,19 @@ def test_sigterm_and_resume_with_other_numbers_of_ranks(tmp_path):
     (path,) = runs.iterdir()
     assert f"resume with: torchrun --nproc-per-node 2 ppo.py --resume {path}" in forks[0].output
     saved = newest_checkpoint(path)
-    stopped_at = saved["step"]
     assert len(saved["ranks"]) == 2
     assert saved["ranks"][0]["random"] != saved["ranks"][1]["random"]
-
-    def go_on(number, folder, steps):
-        words = ["--resume", str(folder), "--total-timesteps", str(stopped_at + steps)]
-        forks = Ranks(tmp_path / f"{number}-{steps}", number).run(fast.run_script, "ppo", words)
-        return forks[0].output, forks[0].errors, newest_checkpoint(folder)
-
-    copy = shutil.copytree(path, tmp_path / "copy")
-    output, errors, checkpoint = go_on(2, copy, 4 * 32)
-    assert f"2 ranks | resumed at step {stopped_at:,}" in output
-    assert "note: another number of ranks" not in errors
-    assert checkpoint["step"] == stopped_at + 4 * 32
-
-    # one process draws other levels, and so do three ranks afterwards
-    output, errors, checkpoint = go_on(1, path, 72)
-    assert "note: another number of ranks (2 so far, now 1)" in errors
-    assert checkpoint["step"] == stopped_at + 80  # whole iterations of 16
-    assert len(checkpoint["ranks"]) == 1
-    assert all(step <= stopped_at + 80 for step, _ in read_scalars(path).get("charts/episodic_return", []))
-    output, errors, checkpoint = go_on(3, path, 180)
-    assert errors.count("note: another number of ranks (1 so far, now 3)") == 1
-    assert checkpoint["step"] == stopped_at + 80 + 3 * 48  # and no more: whole iterations from where it stood
-    seen = [torch.stack([env["obs"] for env in each["envs"]["states"]]) for each in checkpoint["ranks"]]
-    assert len({obs.numpy().tobytes() for obs in seen}) == 3
-    with (path / "episodes.csv").open() as file:
-        assert {int(row["env"]) for row in csv.DictReader(file) if int(row["step"]) > stopped_at + 80} <= set(range(6))
+    words = ["--resume", str(path), "--total-timesteps", str(saved["step"] + 4 * 32)]
+    forks = Ranks(tmp_path / "again", 2).run(fast.run_script, "ppo", words)
+    assert f"resumed at step {saved['step']:,}" in forks[0].output
+    assert newest_checkpoint(path)["step"] == saved["step"] + 4 * 32
 
 
-@pytest.mark.parametrize("script", ["ppg", "impala"])
-def test_one_process_goes_on_with_a_run_of_two_ranks(script, whole, tmp_path):
-    """PPG's with an auxiliary phase after 3 iterations of its own, and at the end."""
-    path = Path(shutil.copytree(whole(script), tmp_path / "run"))
-    resume(ranks.SCRIPTS[script], path, total_timesteps=8 * 32 + 5 * 16)
-    checkpoint = newest_checkpoint(path)
-    assert (checkpoint["step"], len(checkpoint["ranks"])) == (8 * 32 + 5 * 16, 1)
-    steps = [int(row.split(",")[0]) for row in (path / "progress.csv").read_text().splitlines()[1:]]
-    assert steps[-1] == checkpoint["step"]
-    if script == "ppg":
-        phases = [step for step, _ in read_scalars(path)["losses/aux/kl_loss"]]
-        assert phases == [3 * 32, 6 * 32, 8 * 32, 8 * 32 + 3 * 16, 8 * 32 + 5 * 16]
+def test_another_number_of_ranks_cannot_go_on(whole, tmp_path):
+    path = Path(shutil.copytree(whole("ppo"), tmp_path / "run"))
+    settings = json.loads((path / "args.json").read_text()) | {"resume": str(path), "total_timesteps": 10**6}
+    with pytest.raises(InputError, match=f"^--resume {path}: that is a run of 2 ranks, not of 1.$"):
+        ppo.main(ppo.Args(**settings))
 
 
 def test_a_rank_that_dies_after_the_run_changes_nothing(tmp_path):
@@ -235,31 +203,37 @@ def test_a_rank_that_dies_after_the_run_changes_nothing(tmp_path):
     assert json.loads((path / "meta.json").read_text())["finished"]
 
 
-def check_refused(forks, sentence):
+def check_refused(forks, sentence, first=0):
     """Each rank has printed one error, which starts so."""
-    for rank, fork in enumerate(forks):
+    for rank, fork in enumerate(forks, start=first):
         lines = [line for line in fork.errors.splitlines() if "rror: " in line]
         assert [line.startswith(f"rank {rank}: error: {sentence}") for line in lines] == [True], fork.errors
 
 
-def test_ranks_with_other_settings_are_refused(tmp_path):
-    settings = settings_of("ppo", tmp_path / "runs", env_id="CartPole-v1", on_rank_1={"learning_rate": 0.1})
-    forks = Ranks(tmp_path, 2).run(ranks.train, tmp_path, settings, statuses=[2, 2])
-    check_refused(forks, "--learning-rate is not the same on all ranks (0.0005, 0.1): make it so.")
-    assert not (tmp_path / "runs").exists()
+def test_all_ranks_have_the_settings_of_rank_zero(whole, tmp_path):
+    settings = settings_of("ppo", tmp_path / "runs", on_rank_1={"learning_rate": 0.1, "seed": 5, "num_steps": 4})
+    Ranks(tmp_path, 2).run(ranks.train, tmp_path, settings)
+    (path,) = (tmp_path / "runs").iterdir()
+    check_same_run(path, whole("ppo"))
+
+
+def test_settings_of_the_machine_are_a_rank_s_own():
+    """And only rank zero films and tracks."""
+    shared, own = ppo.Args(gamma=0.5, capture_video=True, track=True, device="cuda"), ppo.Args(gamma=0.7, num_threads=9)
+    rank_1 = SimpleNamespace(rank=1, broadcast=lambda args: shared)
+    assert ProcessGroup.share_settings(rank_1, own) == ppo.Args(gamma=0.5, num_threads=9)
+    rank_0 = SimpleNamespace(rank=0, broadcast=lambda args: args)
+    assert ProcessGroup.share_settings(rank_0, shared) is shared
 
 
 def test_what_one_machine_lacks_is_told_there(tmp_path):
     """torchrun stops the other rank then, which waits for this one."""
-    settings = settings_of("ppo", tmp_path / "runs", env_id="CartPole-v1", on_rank_1={"runs_dir": "/proc/none"})
-    two = Ranks(tmp_path, 2)
-    with two.started(ranks.train, tmp_path, settings) as (waiting, lacking):
+    settings = settings_of("ppo", tmp_path / "runs", env_id="CartPole-v1", on_rank_1={"device": "tpu"})
+    with Ranks(tmp_path, 2).started(ranks.train, tmp_path, settings) as (waiting, lacking):
         assert lacking.wait() == 2
-        waiting.wait_for(lambda: two.store.check(["name/0"]))
-        waiting.send(signal.SIGTERM)
-        assert waiting.wait() == 128 + signal.SIGTERM
-    assert lacking.errors.startswith("rank 1: error: no run folder can be written in /proc/none"), lacking.errors
-    assert waiting.errors == "stopped by SIGTERM\n"
+        assert waiting.process.is_alive()
+    check_refused([lacking], "--device 'tpu' is not known", first=1)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -278,50 +252,28 @@ def test_bad_input_gets_one_sentence(words, sentence, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_seeds_differ_by_rank_and_where_environments_are_drawn_anew(monkeypatch):
-    def seed(rank, step=None, **own):
+def test_seeds_differ_by_rank(monkeypatch):
+    def seed(rank):
         world = World()
         world.rank = rank
-        checkpoint = {"step": step, "ranks": [own]}
         monkeypatch.setattr(session, "init_world", lambda device: world)
-        monkeypatch.setattr(session, "find_run", lambda *args: step and Resumed(Path(), None, checkpoint))
         return session.Session(ppo.Args(seed=4, device="cpu"), "ppo.py").seed
 
-    assert seed(0) == seed(0, 64, random={}) == 4
-    assert len({seed(rank, step) for rank in range(30) for step in (None, 64, 128)}) == 90
+    assert seed(0) == 4
+    assert len({seed(rank) for rank in range(30)}) == 30
 
 
 def test_ranks_have_a_gpu_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:1")
     assert resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match="is one GPU for 2 ranks: use --device cuda"):
-        resolve_device("cuda:0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # `torch.cuda.set_device` wants a number
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert resolve_device("auto") == resolve_device("cuda") == resolve_device("cuda:0") == torch.device("cuda:0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(InputError, match="3 ranks need a GPU each, and there are 2: lower --nproc-per-node"):
+    assert resolve_device("auto") == torch.device("cuda:0")  # `torch.cuda.set_device` wants a number
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InputError, match=r"cuda:2.* 2 CUDA GPUs"):
         resolve_device("auto")
-
-
-def run_all_scripts(runs_dir):
-    for name, script in ranks.SCRIPTS.items():
-        settings = settings_of(name, runs_dir, env_id="CartPole-v1", total_timesteps=32)
-        settings.pop("script")
-        script.main(script.Args(**settings))
-    print("modules:", *sorted(sys.modules))
-
-
-def test_a_single_process_imports_nothing_of_it(tmp_path):
-    fork = Fork(tmp_path, run_all_scripts, tmp_path / "runs")
-    assert fork.wait() == 0, fork.errors
-    modules = fork.output.rpartition("modules: ")[2].split()
-    assert "common.world" in modules
-    assert "common.distributed" not in modules
 
 
 # --------------------------------------------------------------------------------------------------------- two hosts
@@ -360,30 +312,23 @@ def two_hosts():
 
 
 def test_two_hosts_train_together(two_hosts, tmp_path):
-    """And go on together when a rank on the second has been killed."""
-    settings = settings_of("ppo", tmp_path / "runs", kill=[1, 160])
-    (_, _, first), processes = two_hosts[0], []
-    for name, link, address in two_hosts:
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29400", "--rdzv-id", "test"]
-        # torchrun would find out which host is the first by its name, which both have here
-        rendezvous += ["--rdzv-conf", f"is_host={int(address == first)}"]
-        words = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", *rendezvous]
-        words += ["--local-addr", address]
-        words += ["tests/ranks.py", "train", str(tmp_path), json.dumps(settings)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CXX": "false", "GLOO_SOCKET_IFNAME": link}
-        processes.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *words],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    states = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    """And end when a rank on the second has been killed, and go on when they are started again."""
+    (_, _, first), outputs = two_hosts[0], []
+    for number, change in enumerate(({"kill": [1, 160]}, {"resume": "auto"})):
+        settings = settings_of("ppo", tmp_path / "runs", **change)
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for name, link, address in two_hosts:
+                words = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", address, "--rdzv-id", f"{number}"]
+                words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{29400 + number}"]
+                # torchrun would find out which host is the first by its name, which both have here
+                words += ["--rdzv-conf", f"is_host={int(address == first)}"]
+                host = torchrun(tmp_path / name, words, settings, {"GLOO_SOCKET_IFNAME": link}, network=name)
+                processes.append(stack.enter_context(host))
+            ends = [each.wait(60) for each in processes]
+            outputs += [each.output + each.errors for each in processes]
+        assert [end == 0 for end in ends] == [number == 1] * 2, outputs
+    states = [torch.load(tmp_path / name / f"rank{rank}.pt") for rank, (name, *_) in enumerate(two_hosts)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     (path,) = (tmp_path / "runs").iterdir()
     meta = json.loads((path / "meta.json").read_text())

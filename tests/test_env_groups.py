@@ -5,6 +5,7 @@ import pytest
 import torch
 from fast import small_networks
 from helpers import Silent, deterministic_files, parameters
+from test_envs import read_video
 
 import ppg
 import ppo
@@ -58,7 +59,7 @@ def test_two_groups_see_what_one_does(script, env_id, num_actions):
     """From the same starts, 6 environments give the same rollout, episodes and last frames in 1, 2 or 3 groups."""
     one = make_envs(env_id, 6, seed=5)
     start = torch.as_tensor(one.reset(seed=5)[0]).clone()
-    states = one.states()
+    states = one.state_dict()
     expected = collect(script, one, start.clone(), 60, Oracle(num_actions))
     one.close()
     assert expected[2], "no episode has ended"
@@ -66,7 +67,7 @@ def test_two_groups_see_what_one_does(script, env_id, num_actions):
         envs = make_envs(env_id, 6, seed=5, num_groups=num_groups)
         envs.reset(seed=5)  # gives each of Gymnasium's the seed that it has in one group
         if envs.restorable:
-            envs.load_states(states)
+            envs.load_state_dict(states)
         obs = torch.as_tensor(envs.obs)
         assert torch.equal(obs, start)
         rollout, last_obs, finished = collect(script, envs, obs, 60, Oracle(num_actions))
@@ -110,7 +111,8 @@ def test_runs_with_groups_repeat(script, tmp_path):
 
 def test_groups_have_other_levels_and_seeds():
     envs = make_envs("starpilot", 6, seed=1, num_groups=3)
-    assert len({seed for group, _ in envs.groups for seed in group.unwrapped.level_seeds()}) == 6
+    infos = [info for group, _ in envs.groups for info in group.unwrapped.gym3_env.get_info()]
+    assert len({info["level_seed"] for info in infos}) == 6
     assert [(part.start, part.stop) for _, part in envs.groups] == [(0, 2), (2, 4), (4, 6)]
     envs.close()
     envs = make_envs("CartPole-v1", 4, seed=1, num_groups=2)
@@ -121,17 +123,20 @@ def test_groups_have_other_levels_and_seeds():
     one.close(), envs.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_groups": 4}, "--num-envs 6 cannot be shared by 4 groups"),
-        ({"num_groups": 7}, "--num-envs 6 cannot be shared by 7 groups"),
-        ({"num_groups": 2, "capture_video": True}, "leave --num-env-groups out"),
-    ],
-)
-def test_groups_that_cannot_be(settings, message):
-    with pytest.raises(InputError, match=message):
-        make_envs("starpilot", 6, seed=0, **settings)
+def test_the_first_environment_of_the_first_group_is_filmed(tmp_path):
+    pytest.importorskip("av")
+    envs = make_envs("starpilot", 4, seed=0, num_groups=2, capture_video=True)
+    envs.video.folder = tmp_path / "videos"
+    collect(ppo, envs, torch.as_tensor(envs.reset()[0]), 5, Oracle(15))
+    envs.close()
+    assert [path.name for path in envs.video.folder.iterdir()] == ["episode-0.mp4"]
+    assert len(read_video(tmp_path / "videos" / "episode-0.mp4")) == 5
+
+
+@pytest.mark.parametrize("num_groups", [4, 7])
+def test_groups_that_cannot_be(num_groups):
+    with pytest.raises(InputError, match=f"--num-envs 6 cannot be shared by {num_groups} groups"):
+        make_envs("starpilot", 6, seed=0, num_groups=num_groups)
 
 
 def test_groups_that_cannot_hold_all_games():

@@ -18,9 +18,8 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poi
 import impala
 import ppg
 import ppo
-from common import evaluation
 from common.envs import make_envs
-from common.evaluation import Evaluator, HeldOut, draw, play
+from common.evaluation import Evaluator, HeldOut, draw
 from common.procgen_env import PROCGEN_GAMES
 from common.scores import RETURN_RANGES, normalized
 
@@ -47,14 +46,19 @@ class Player(torch.nn.Module):
         return self.dist.expand((len(obs),)), state + 1
 
 
+def level_seeds(envs):
+    """The level that each of Procgen's environments plays."""
+    return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]
+
+
 def held_out(env_id, num_envs, seed=7, **settings):
-    return HeldOut(make_envs(env_id, num_envs, seed=seed, **settings), seed)
+    return HeldOut(make_envs(env_id, num_envs, seed=seed, **settings), seed, CPU)
 
 
 @pytest.mark.quick
 def test_every_environment_plays_its_first_episodes():
     """Episodes of 1 step and of 20: the first that end would be the short ones."""
-    returns, lengths = play(Player(Categorical(torch.ones(2))), held_out("TestLuck-v0", 8), 3, greedy=False, device=CPU)
+    returns, lengths = held_out("TestLuck-v0", 8).play(Player(Categorical(torch.ones(2))), 3, greedy=False)
     expected = []
     for number in range(8):
         env = gym.make("TestLuck-v0")
@@ -75,22 +79,22 @@ def test_every_environment_plays_its_first_episodes():
 def test_greedy_and_stochastic_actions():
     """TestBits pays the share of bits guessed; TestArm the number of the action."""
     player = Player(Categorical(torch.tensor([0.4, 0.6])))
-    greedy, _ = play(player, held_out("TestArm-v0", 50), 4, greedy=True, device=CPU)
-    drawn, _ = play(player, held_out("TestArm-v0", 50), 4, greedy=False, device=CPU)
+    greedy, _ = held_out("TestArm-v0", 50).play(player, 4, greedy=True)
+    drawn, _ = held_out("TestArm-v0", 50).play(player, 4, greedy=False)
     assert (greedy == 10).all()
     assert drawn.mean() == pytest.approx(6, abs=0.5)  # of 2000 draws; the standard error is .11
     halves = Player(Independent(Bernoulli(torch.full((4,), 0.5)), 1))  # whose mode is NaN
     with np.errstate(invalid="raise"):
-        play(halves, held_out("TestBits-v0", 4), 1, greedy=True, device=CPU)
+        held_out("TestBits-v0", 4).play(halves, 1, greedy=True)
 
 
 @pytest.mark.quick
 def test_a_state_starts_at_zero_with_each_episode():
     player = Player(Categorical(torch.ones(2)))
-    _, lengths = play(player, held_out("TestLuck-v0", 6), 3, greedy=False, device=CPU)
+    _, lengths = held_out("TestLuck-v0", 6).play(player, 3, greedy=False)
     states = torch.stack(player.states, dim=1)  # [N, steps]
     for env in range(6):
-        expected = [step for length in lengths[env] for step in range(length)]
+        expected = [step for length in lengths[env] for step in range(int(length))]
         assert states[env][: len(expected)].tolist() == expected
 
 
@@ -101,10 +105,10 @@ def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run():
         place = held_out(env_id, 4)
         agent = ppo.Agent(place.envs.single_observation_space, place.envs.single_action_space, args)
         before = torch.get_rng_state()
-        first = play(agent, place, 2, greedy=False, device=CPU)
+        first = place.play(agent, 2, greedy=False)
         assert torch.equal(torch.get_rng_state(), before)
         torch.manual_seed(0)
-        again = play(agent, place, 2, greedy=False, device=CPU)
+        again = place.play(agent, 2, greedy=False)
         assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
         assert len(np.unique(first[1])) > 4  # other levels, other episodes
         place.envs.close()
@@ -136,7 +140,7 @@ def test_draws_of_what_is_not_known():
 def test_evaluations_repeat_while_actors_draw():
     place, stop = held_out("TestArm-v0", 8), threading.Event()
     player = Player(Categorical(torch.ones(2)))
-    alone, _ = play(player, place, 5, greedy=False, device=CPU)
+    alone, _ = place.play(player, 5, greedy=False)
 
     def act():
         while not stop.is_set():
@@ -144,7 +148,7 @@ def test_evaluations_repeat_while_actors_draw():
 
     actor = threading.Thread(target=act)
     actor.start()
-    beside, _ = play(player, place, 5, greedy=False, device=CPU)
+    beside, _ = place.play(player, 5, greedy=False)
     stop.set()
     actor.join()
     assert np.array_equal(alone, beside)
@@ -156,13 +160,13 @@ def test_levels_are_those_asked_for():
         eval_episodes=64, num_envs=64,
     )  # fmt: skip
     evaluator = Evaluator(args, None, CPU)
-    seeds = set(evaluator.held_out.envs.unwrapped.level_seeds())
+    seeds = set(level_seeds(evaluator.held_out.envs))
     assert seeds == set(range(5, 15))
     evaluator.close()
     args.eval_num_levels = args.eval_start_level = 0  # the full distribution, drawn otherwise than in training
     evaluator = Evaluator(args, None, CPU)
     training = make_envs("coinrun", 64, seed=args.seed)
-    levels = [envs.unwrapped.level_seeds() for envs in (evaluator.held_out.envs, training)]
+    levels = [level_seeds(envs) for envs in (evaluator.held_out.envs, training)]
     assert len(set(levels[0] + levels[1])) == 128
     evaluator.close()
     training.close()
@@ -189,7 +193,7 @@ def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, 
 def test_environments_and_their_quota(env_id, num_envs, episodes, expected):
     args = make_args(ppo, ".", env_id=env_id, num_envs=num_envs, eval_interval=1, eval_episodes=episodes)
     evaluator = Evaluator(args, None, CPU)
-    assert (evaluator.held_out.envs.num_envs, evaluator.episodes_per_env) == expected
+    assert (evaluator.held_out.envs.num_envs, evaluator.quota) == expected
     evaluator.close()
 
 
@@ -215,9 +219,7 @@ def test_an_evaluated_run_is_the_same_run(script, tmp_path):
 def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     """Environments 0 and 2 play starpilot, 1 and 3 coinrun."""
     returns = {False: np.array([[10.0, 20], [5, 10], [30, 40], [0, 5]]), True: np.full((4, 2), 8.0)}
-    monkeypatch.setattr(
-        evaluation, "play", lambda *args, greedy, **rest: (returns[greedy], returns[greedy].astype(int) + 1)
-    )
+    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, _: (returns[greedy], returns[greedy] + 1))
     args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
     path = ppo.main(args)
     rows = read_csv(path / "eval.csv")
@@ -242,7 +244,7 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
 
 
 def test_train_test_gap(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "play", lambda *args, **rest: (np.full((4, 1), 7.0), np.full((4, 1), 7)))
+    monkeypatch.setattr(HeldOut, "play", lambda *args: np.full((2, 4, 1), 7.0))
     path = ppo.main(make_args(ppo, tmp_path, eval_interval=1000))
     recent = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
     assert read_scalars(path)["eval/train_test_gap"] == [(384, pytest.approx(recent - 7, abs=1e-3))]
@@ -272,7 +274,7 @@ def test_an_agent_with_a_memory_is_evaluated_with_it(tmp_path):
     agent = impala.Agent(place.envs.single_observation_space, place.envs.single_action_space, args)
     seen, step = [], agent.step
     agent.step = lambda obs, state: seen.append((obs, state)) or step(obs, state)
-    play(agent, place, 2, greedy=True, device=CPU)
+    place.play(agent, 2, greedy=True)
     assert [bool(state.any()) for _, state in seen] == [False, True, True, True] * 2
     for obs, state in seen:
         if not state.any():

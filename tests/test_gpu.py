@@ -6,10 +6,10 @@ from helpers import parameters
 from test_learning import FRAMES, learn
 from test_training import short_args
 
-import common.memory
 import impala
 import ppg
 import ppo
+from common import device
 from common.accelerate import accelerate
 
 pytestmark = [
@@ -83,6 +83,6 @@ def test_same_seed_same_run_and_an_exact_resume(script, tmp_path):
 
 def test_frames_in_pinned_host_memory_change_nothing(tmp_path, monkeypatch):
     on_gpu = parameters(ppg.main(make_args(ppg, tmp_path)))
-    monkeypatch.setattr(common.memory, "GPU_RESERVE", 1e15)
+    monkeypatch.setattr(device, "GPU_RESERVE", 1e15)
     on_host = parameters(ppg.main(make_args(ppg, tmp_path)))
     assert all(torch.equal(on_gpu[name], on_host[name]) for name in on_gpu)

@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import CountEnv
 from fast import Fork, run_script, small_networks
 from helpers import deterministic_files, evaluate, parameters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,7 +26,6 @@ import common.session
 import impala
 from common.actors import ActorThreads
 from common.envs import make_envs
-from common.errors import TrainingError
 from common.reward_scale import RewardNormalizer
 
 quick = pytest.mark.quick
@@ -472,6 +473,7 @@ def test_a_slow_learner_fills_the_queue_and_no_more(stop):
     assert 0.6 < metrics["charts/actor_idle"] < 1.1
     assert metrics["charts/learner_idle"] < 0.2
     assert metrics["charts/queue_occupancy"] == 1
+    wait_until(lambda: len(log) == 12)  # the actor waits again
     assert threads.close() is False
     assert not any(thread.is_alive() for thread in threads.threads)
 
@@ -487,6 +489,12 @@ def test_slow_actors_make_the_learner_wait(stop):
     assert metrics["charts/learner_idle"] > 0.8
     assert metrics["charts/actor_idle"] < 0.2
     assert metrics["charts/queue_occupancy"] < 0.5
+    time.sleep(1)  # now the learner is the slow one
+    next(threads)
+    metrics = threads.pop_metrics()
+    assert metrics["charts/learner_idle"] < 0.2
+    assert 0.4 < metrics["charts/actor_idle"] < 1.05
+    assert metrics["charts/queue_occupancy"] == 1
     threads.close()
 
 
@@ -502,7 +510,7 @@ def test_a_dead_actor_stops_the_learner(failure, stop):
 
     threads = ActorThreads([actor(), count_up(stop)], 2, 4, stop)  # the other one keeps the queue full
     deadline = time.monotonic() + 5
-    with pytest.raises((ValueError, RuntimeError), match=r"simulator has crashed|actor 0 has stopped") as error:
+    with pytest.raises((ValueError, RuntimeError), match=r"simulator has crashed|actor has stopped") as error:
         any(time.monotonic() > deadline for _ in iter(threads.__next__, None))
     assert (error.value is failure) == isinstance(failure, ValueError)
     threads.close()
@@ -513,27 +521,17 @@ def hang(release):
     release.wait()
 
 
-def test_a_hanging_actor_is_given_up(stop, monkeypatch, capsys):
-    """Even while another one gives the learner all it asks for."""
-    monkeypatch.setattr(ActorThreads, "PATIENCE_SECONDS", 1)
+def test_a_hanging_actor_is_left_behind(stop, monkeypatch, capsys):
     monkeypatch.setattr(ActorThreads, "CLOSE_SECONDS", 0.3)
     release = threading.Event()
-    threads = ActorThreads([hang(release), count_up(stop, delay=0.01)], 2, 4, stop)
-    deadline = time.monotonic() + 10
-    with pytest.raises(TrainingError, match="actor 0 has given nothing for 1 s"):
-        any(time.monotonic() > deadline for _ in iter(threads.__next__, None))
+    threads = ActorThreads([hang(release), count_up(stop)], 2, 4, stop)
+    next(threads), next(threads)
+    start = time.monotonic()
     assert threads.close() is True
+    assert 0.3 <= time.monotonic() - start < 2
     assert capsys.readouterr().err == "note: actor 0 cannot be stopped and is left behind\n"
+    assert [thread.is_alive() for thread in threads.threads] == [True, False]
     release.set()
-
-
-def test_a_stopped_process_does_not_count_as_hanging(stop):
-    """Ctrl-Z for an hour, and then on."""
-    threads = ActorThreads([count_up(stop)], 2, 4, stop)
-    next(threads)
-    threads.checked -= 3600
-    next(threads)
-    threads.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -592,7 +590,9 @@ def test_actors_play_different_levels(tmp_path):
     levels = []
     for seed in (1, 2, 3):
         with common.session.Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py") as session:
-            levels += [level for n in range(4) for level in session.make_envs(2, n).unwrapped.level_seeds()]
+            for number in range(4):
+                infos = session.make_envs(2, number).unwrapped.gym3_env.get_info()
+                levels += [info["level_seed"] for info in infos]
     assert len(set(levels)) == 24
     with common.session.Session(short_args(tmp_path), "impala.py") as session:
         actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
@@ -693,6 +693,35 @@ def test_signals_end_a_run(sent, code, num_actors, tmp_path):
     saved = torch.load(path, weights_only=True)
     assert saved["step"] > 0
     assert all(value.isfinite().all() for value in saved["agent"].values())
+
+
+class HangEnv(CountEnv):
+    """Never comes back from its 20th step."""
+
+    def step(self, action):
+        if self.count == 19:
+            print("hangs", flush=True)
+            threading.Event().wait()
+        return super().step(action)
+
+
+def run_hanging(words):
+    ActorThreads.CLOSE_SECONDS = 0.3
+    gym.register("TestHang-v0", HangEnv)
+    run_script("impala", words)
+
+
+def test_a_signal_ends_a_run_whose_actor_hangs(tmp_path):
+    words = ["--env-id=TestHang-v0", "--num-envs=2", "--num-steps=4", "--batch-size=2", "--num-minibatches=2"]
+    words += ["--log-interval=1", "--device=cpu", f"--runs-dir={tmp_path / 'runs'}"]
+    process = Fork(tmp_path, run_hanging, words)
+    process.wait_for(lambda: any(len(rows_of(path)) > 4 for path in tmp_path.glob("runs/*/progress.csv")))  # 4 updates
+    process.wait_for(lambda: "hangs" in process.output)
+    process.send(signal.SIGINT)
+    assert process.wait(10) == 130
+    assert process.errors == "note: actor 0 cannot be stopped and is left behind\nstopped by Ctrl-C\n"
+    (path,) = tmp_path.glob("runs/*/model.pt")
+    assert torch.load(path, weights_only=True)["step"] == 4 * 8
 
 
 def test_a_model_saved_on_a_signal_is_a_published_one(copies, tmp_path, monkeypatch):

@@ -40,6 +40,15 @@ def frames(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
+def max_pool(x: torch.Tensor) -> torch.Tensor:
+    return MaxPoolFunction.apply(True, x)
+
+
+def autocast(x: torch.Tensor) -> torch.autocast:
+    """To the dtype of `x`: kernels run in the place of modules, and these would compute in another."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16, cache_enabled=False)
+
+
 def pooled(pool, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.detach().requires_grad_()
     y = pool(x)
@@ -66,7 +75,7 @@ def test_float32_equals_pytorch_bit_for_bit(channels, height, width):
     torch.manual_seed(0)
     x = frames(3, channels, height, width)
     dy = torch.randint(-8, 9, reference(x).shape).float()  # whole numbers: their sums do not depend on the order
-    for ours, theirs in zip(pooled(MaxPoolFunction.apply, x, dy), pooled(reference, x, dy), strict=True):
+    for ours, theirs in zip(pooled(max_pool, x, dy), pooled(reference, x, dy), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.is_contiguous(memory_format=torch.channels_last)
 
@@ -76,7 +85,7 @@ def test_bfloat16_sums_gradients_in_float32():
     torch.manual_seed(0)
     x = frames(4, 16, 64, 64, dtype=torch.bfloat16)
     dy = torch.randn(reference(x).shape).to(torch.bfloat16)
-    y, dx = pooled(MaxPoolFunction.apply, x, dy)
+    y, dx = pooled(max_pool, x, dy)
     expected_y, expected_dx = pooled(reference, x.float(), dy.float())
     assert torch.equal(y, expected_y.to(torch.bfloat16))
     assert torch.equal(dx, expected_dx.to(torch.bfloat16))
@@ -88,7 +97,7 @@ def test_nan_and_infinities(dtype):
     x = frames(2, 16, 8, 8, dtype=dtype)
     x[0, :, 2, 3], x[0, :, 5, 5], x[1, :, 0, 0], x[1, :, 7] = float("nan"), -float("nan"), float("inf"), -float("inf")
     dy = torch.ones(reference(x).shape, dtype=dtype)
-    for ours, theirs in zip(pooled(MaxPoolFunction.apply, x, dy), pooled(reference, x, dy), strict=True):
+    for ours, theirs in zip(pooled(max_pool, x, dy), pooled(reference, x, dy), strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
 
@@ -96,7 +105,7 @@ def test_nan_and_infinities(dtype):
 @needs_compiler
 def test_a_window_of_negative_infinities_has_its_first_value_as_the_largest():
     x, dy = torch.full((1, 16, 5, 5), -torch.inf).contiguous(memory_format=torch.channels_last), torch.ones(1, 16, 3, 3)
-    assert torch.equal(pooled(MaxPoolFunction.apply, x, dy)[1], pooled(reference, x, dy)[1])
+    assert torch.equal(pooled(max_pool, x, dy)[1], pooled(reference, x, dy)[1])
 
 
 @needs_compiler
@@ -104,7 +113,7 @@ def test_the_gradient_may_come_in_any_layout():
     x = frames(2, 16, 8, 8)
     dy = torch.randn(2, 16, 4, 4)
     assert not dy.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(pooled(MaxPoolFunction.apply, x, dy)[1], pooled(reference, x, dy)[1])
+    assert torch.equal(pooled(max_pool, x, dy)[1], pooled(reference, x, dy)[1])
 
 
 # ---------------------------------------------------------------------------------------- convolution and max-pooling
@@ -121,7 +130,8 @@ def layers(channels: int = 16, dtype: torch.dtype = torch.float32) -> tuple[nn.C
 
 
 def run(x: torch.Tensor, conv: nn.Conv2d) -> torch.Tensor:
-    return conv_max_pool(x, conv.weight, conv.bias)
+    with autocast(x):
+        return conv_max_pool(x, conv.weight, conv.bias)
 
 
 def rgb(batch: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -195,7 +205,7 @@ def test_more_threads_than_frames(monkeypatch):
         (rgb(2, 8, 8), ["conv_pool_forward_float32"]),
         (rgb(2, 8, 8).contiguous(), []),  # PyTorch's convolution keeps that layout
         (rgb(2, 8, 8, torch.float64), []),
-        (rgb(0, 8, 8), []),
+        (rgb(0, 8, 8), ["conv_pool_forward_float32"]),
         (rgb(2, 8, 8)[:, :1].contiguous(memory_format=torch.channels_last), ["pool_forward_float32"]),
         (rgb(2, 8, 8).requires_grad_(), ["pool_forward_float32"]),
     ],
@@ -205,9 +215,13 @@ def test_which_kernels_run(x, expected, ran, monkeypatch):
     layer = nn.Conv2d(x.shape[1], 16, 3, padding=1).to(x.dtype)
     torch.testing.assert_close(run(x, layer), reference(layer(x)))
     assert ran == expected
-    monkeypatch.setattr(kernels, "MaxPoolFunction", None)
+    call = kernels.call
+    taps = []
+    monkeypatch.setattr(kernels, "call", lambda name, *given: taps.append(given[-5]) or call(name, *given))
+    assert run(x, layer).grad_fn is not None
     with torch.no_grad():  # then nothing is kept
         assert run(x, layer).grad_fn is None
+    assert [each is None for each in taps] == [False, True][: 2 * len(expected)]
 
 
 # -------------------------------------------------------------- convolutions and residual blocks, bfloat16 and AVX-512
@@ -228,8 +242,9 @@ def convolutions(*channels: int) -> list[nn.Conv2d]:
 
 
 def residual_block(x, conv0, conv1):
-    assert convolves(x, conv0.weight)
-    assert convolves(x, conv1.weight)
+    with autocast(x):
+        assert convolves(x, conv0.weight)
+        assert convolves(x, conv1.weight)
     return ResidualBlockFunction.apply(x, conv0.weight, conv0.bias, conv1.weight, conv1.bias)
 
 
@@ -365,9 +380,10 @@ def test_which_convolutions_have_kernels(x, channels, expected, monkeypatch):
     """As if there were AVX-512 BF16. On a processor with AMX, its convolutions are three times as fast as ours."""
     monkeypatch.setattr(kernels, "build", lambda: SimpleNamespace(conv_forward_16_16=None))
     (conv,) = convolutions(*channels)
-    assert convolves(x, conv.weight) == expected
-    monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "amx_bf16")
-    assert not convolves(x, conv.weight)
+    with autocast(x):
+        assert convolves(x, conv.weight) == expected
+        monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "amx_bf16")
+        assert not convolves(x, conv.weight)
     monkeypatch.undo()
     for amx in (True, False):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx})
@@ -377,10 +393,15 @@ def test_which_convolutions_have_kernels(x, channels, expected, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- the compiler
 
 
+@pytest.fixture
+def rebuilt(monkeypatch):
+    """As if nothing had been compiled yet."""
+    monkeypatch.setattr(kernels, "build", functools.cache(kernels.build.__wrapped__))
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"], ids=["missing", "failing"])
-def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler, ran, monkeypatch, capsys):
+def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler, rebuilt, ran, monkeypatch, capsys):
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(kernels, "compiled", functools.cache(kernels.compiled.__wrapped__))
     x, (conv, plain) = rgb(2, 8, 8), layers()
     assert torch.equal(run(x, conv), plain(x))
     assert torch.equal(run(x, conv), plain(x))
@@ -388,10 +409,23 @@ def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler, ran, mo
     assert capsys.readouterr().err.count("note: convolution and max-pooling run PyTorch's slower kernels") == 1
 
 
-def test_a_compiler_that_hangs_is_given_up(monkeypatch, capsys):
-    def hang(command, **options):
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert kernels.compiled.__wrapped__() is None
+@pytest.mark.parametrize("output", ["", "echo warning >&2"], ids=["silent", "with output"])
+def test_a_compiler_that_hangs_is_given_up(output, rebuilt, tmp_path, monkeypatch, capsys):
+    compiler, run, waited = tmp_path / "hangs", subprocess.run, []
+    compiler.write_text(f"#!/bin/sh\n{output}\nsleep 9\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *given, timeout, **named: waited.append(timeout) or run(*given, timeout=0.5, **named)
+    )
+    assert kernels.build() is None
+    assert waited == [60]
     assert "note: convolution and max-pooling run PyTorch's slower kernels" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", ["", " "], ids=["empty", "blank"])
+def test_an_empty_name_of_a_compiler_is_none(compiler, rebuilt, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", compiler)
+    assert kernels.build() is not None
+    assert not capsys.readouterr().err

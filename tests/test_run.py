@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,14 +19,19 @@ import fast
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 import impala
 import ppg
 import ppo
 from common.device import resolve_precision
+from common.errors import InputError
+from common.files import make_run_dir
+from common.load import load_agent
 from common.provenance import command
-from common.run import Run, make_run_dir
+from common.run import Run
 from common.settings import parse
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +68,7 @@ def run_python(cwd, *words, **env):
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
         capture_output=True,
         text=True,
+        timeout=120,
     )
 
 
@@ -239,36 +246,64 @@ def test_progress_csv(finished):
         np.testing.assert_allclose(float(row["last_100_return"]), np.mean(returns[-100:]), rtol=1e-5)
 
 
-def test_model(finished):
-    from gymnasium.spaces import Box, Discrete
+def outputs(agent):
+    """What an agent makes of some observations of CartPole."""
+    generator = torch.Generator().manual_seed(9)
+    obs, actions = torch.randn(16, 4, generator=generator), torch.arange(16) % 2
+    if hasattr(agent, "step"):
+        return agent.step(obs, agent.initial_state(16))
+    return agent.get_value(obs), *agent.get_action_and_value(obs, actions)
 
+
+def check_same_agent(agent, trained):
+    expected = trained.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in agent.state_dict().items())
+    for mine, theirs in zip(outputs(agent), outputs(trained), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_model(finished):
     model = torch.load(finished.path / "model.pt", weights_only=True)
     assert model["step"] == 1024
+    assert model["script"] == f"{finished.script.__name__}.py"
     assert finished.script.Args(**model["args"]) == finished.args
     torch.manual_seed(99)
     agent = finished.script.Agent(Box(-np.inf, np.inf, (4,)), Discrete(2), finished.args)
-    obs, actions = torch.randn(16, 4), torch.arange(16) % 2
-
-    def outputs(agent):
-        if finished.script is impala:
-            return agent.step(obs, agent.initial_state(16))
-        return agent.get_value(obs), *agent.get_action_and_value(obs, actions)
-
     assert not torch.equal(outputs(agent)[0], outputs(finished.agent)[0])
     agent.load_state_dict(model["agent"])
-    trained = finished.agent.state_dict()
-    assert all(torch.equal(value, trained[name]) for name, value in agent.state_dict().items())
-    for loaded, expected in zip(outputs(agent), outputs(finished.agent), strict=True):
-        assert torch.equal(loaded, expected)
+    check_same_agent(agent, finished.agent)
+
+
+@pytest.mark.parametrize("source", ["folder", "model", "checkpoint"])
+def test_a_file_alone_is_the_agent(source, finished, tmp_path):
+    """A model or a checkpoint in an empty folder; or the run folder."""
+    files = {"model": finished.path / "model.pt", "checkpoint": next(finished.path.glob("checkpoints/*.pt"))}
+    place = finished.path if source == "folder" else shutil.copy(files[source], tmp_path / "some.pt")
+    agent, args = load_agent(place)
+    assert args == finished.args
+    check_same_agent(agent, finished.agent)
+
+
+def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
+    model = torch.load(finished.path / "model.pt", weights_only=True)
+    weights = {name: value for name, value in model["agent"].items() if "head" not in name}
+    for change, words in (
+        ({"script": "no_script.py"}, r"some\.pt is of another no_script.py"),
+        ({"args": model["args"] | {"wings": 2}}, "is of another .*wings"),
+        ({"agent": weights}, "is of another .*policy_head"),
+    ):
+        torch.save(model | change, tmp_path / "some.pt")
+        with pytest.raises(InputError, match=words):
+            load_agent(tmp_path / "some.pt")
 
 
 def test_runs_of_the_same_second_get_their_own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9)
     args = make_args(ppo, tmp_path / "runs", total_timesteps=NUM_ENVS * NUM_STEPS)
     paths = [ppo.main(args), ppo.main(args)]
-    assert [path.name for path in paths] == [f"CartPole-v1__ppo__1__1000000000{suffix}" for suffix in ("", "-2")]
+    assert [path.name for path in paths] == [f"CartPole-v1__ppo__1__{seconds}" for seconds in (10**9, 10**9 + 1)]
     assert all((path / "model.pt").exists() for path in paths)
-    assert make_run_dir(args).name.endswith("__1000000000-3")
+    assert make_run_dir(args).name.endswith(f"__{10**9 + 2}")
 
 
 def test_folder_of_ids_with_separators(tmp_path):
@@ -328,8 +363,8 @@ assert not {"procgen", "gym", "gym3", "wandb"} & sys.modules.keys()
 @ALL
 def test_plain_progress_lines(script, tmp_path):
     args = make_args(script, tmp_path / "runs", seed=2)
-    process = fast.Fork(tmp_path / "printed", fast.run_script, script.__name__, flags(args))
-    assert (process.wait(), process.errors) == (0, "")
+    with fast.Fork(tmp_path / "printed", fast.run_script, script.__name__, flags(args)) as process:
+        assert (process.wait(), process.errors) == (0, "")
     header, *steps, done = process.output.splitlines()
     (path,) = (tmp_path / "runs").iterdir()
     for part in (
@@ -366,6 +401,19 @@ def test_progress_within_an_iteration(script, monkeypatch, capsys, tmp_path):
     assert len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3
 
 
+def test_progress_on_a_terminal(monkeypatch, capsys, tmp_path):
+    """The same line again and again, as long as the terminal is wide."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    ppo.main(make_args(ppo, tmp_path))
+    _, line, done, _ = capsys.readouterr().out.split("\n")
+    start, *shown = line.split("\r\x1b[K")
+    assert start == ""
+    assert all(each.startswith("step ") and len(each) <= 39 for each in shown)
+    assert shown[-1].startswith("step 1,024/1,024  SPS ")
+    assert done.startswith("done: ")
+
+
 def test_a_wake_up_lost_to_a_signal_does_not_hold_the_end_up(tmp_path, monkeypatch):
     """A signal in the midst of TensorBoard's `queue.put` leaves a waiter behind, which the next `notify` then wakes."""
     close = Run.close
@@ -389,22 +437,21 @@ def test_a_wake_up_lost_to_a_signal_does_not_hold_the_end_up(tmp_path, monkeypat
 
 
 def run_tracked(folder, words):
-    names = (
-        "WANDB_DIR",
-        "WANDB_CACHE_DIR",
-        "WANDB_CONFIG_DIR",
-        "WANDB_DATA_DIR",
-    )  # else it writes below the home folder
-    os.environ |= {name: str(folder / "wandb") for name in names} | {"WANDB_MODE": "offline"}
+    """A tracked run beside other logs of TensorBoard's: W&B would wait ten seconds for some, to name them apart."""
+    for name in ("DIR", "CACHE_DIR", "CONFIG_DIR", "DATA_DIR"):  # else it writes below the home folder
+        os.environ[f"WANDB_{name}"] = str(folder / "wandb")
+    os.environ["WANDB_MODE"] = "offline"
     os.chdir(folder)
+    close = Run.close
+    Run.close = lambda run: SummaryWriter(str(folder / "runs" / "other")).close() or close(run)
     fast.run_script("ppo", words)
 
 
 def test_track_offline(tmp_path):
     pytest.importorskip("wandb")
     args = make_args(ppo, tmp_path / "runs", track=True)
-    process = fast.Fork(tmp_path, run_tracked, tmp_path, flags(args))
-    assert process.wait(120) == 0, process.errors
+    with fast.Fork(tmp_path, run_tracked, tmp_path, flags(args)) as process:
+        assert process.wait(120) == 0, process.errors
     (path,) = (tmp_path / "runs").glob("CartPole*")
     assert (path / "model.pt").exists()
     (log,) = tmp_path.glob(f"runs/wandb/offline-run-*/run-{path.name}.wandb")
