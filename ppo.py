@@ -207,7 +207,7 @@ class ImpalaCNN(nn.Module):
 
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
     """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
-    if len(space.shape or ()) == 3 and space.dtype == np.uint8:
+    if len(space.shape or ()) == 3 and space.dtype == np.uint8 and space.shape[2] <= 4:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
     if len(space.shape or ()) != 1:
         raise NotImplementedError(f"no encoder for {space}: use uint8 frames [height, width, channels] or flat vectors")

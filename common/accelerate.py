@@ -53,7 +53,7 @@ def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor
     """Run each convolution with max-pooling after it by the kernels, and other layers as they are."""
     layers = list(self)
     while layers:
-        if len(layers) > 1 and is_pair(*layers[:2]) and suits(input):
+        if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
             input = conv_max_pool(input, layers[0].weight, layers[0].bias)
             del layers[:2]
         else:

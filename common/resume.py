@@ -99,13 +99,13 @@ def open_run(path: Path, args: Any, script: str, ranks: int, complete: bool) -> 
     except OSError as error:
         raise InputError(f"--resume {path}: no run folder that can be written is there ({error.strerror}).") from error
     checkpoint, finished = newest_checkpoint(path), read_json(path / "meta.json").get("finished")
-    step, settings, made_ranks = checkpoint["step"], checkpoint["args"], len(checkpoint["ranks"])
-    if finished and step >= args.total_timesteps and not complete:
+    step, settings, total = checkpoint["step"], checkpoint["args"], args.total_timesteps
+    if step >= total and (finished or settings.get("total_timesteps") != total) and not complete:
         raise InputError(f"--resume {path}: it has made {step:,} steps: raise --total-timesteps to go on.")
     if checkpoint["script"] != script:
         raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
-    if made_ranks != ranks:
-        raise InputError(f"--resume {path}: that is a run of {made_ranks} ranks, not of {ranks}.")
+    if len(checkpoint["ranks"]) != ranks:
+        raise InputError(f"--resume {path}: that is a run of {len(checkpoint['ranks'])} ranks, not of {ranks}.")
     if changed := differences(args, settings, MAY_CHANGE):
         there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
         other = f"to start a new run from its weights, use --init-from {path}."

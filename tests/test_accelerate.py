@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import random
+import types
 from collections import Counter
 
 import pytest
@@ -198,6 +199,17 @@ def test_blocks_that_compute_the_same_have_kernels(block, ran, capsys):
     assert torch.equal(ours(**{"frames" if block is Body else "x": images()}), ours(images()))
 
 
+def test_a_block_that_has_run_often_has_kernels(ran):
+    """Python changes the code of what it runs often."""
+    block = ResidualBlock()
+    for _ in range(100):
+        block(images(16, 1))
+    agent = Agent(block)
+    accelerate(agent, "eager")
+    agent.encoder(images())
+    assert kinds(ran) == ["block"]
+
+
 def edited(forward, **parts):
     """A class of blocks with another forward and more modules."""
 
@@ -271,6 +283,10 @@ def relu(x):
     return F.relu(x) if random.random() > -1 else x
 
 
+def with_globals(forward, **names):
+    return types.FunctionType(forward.__code__, names)
+
+
 class Method(ResidualBlock):
     def relu(self, x):
         return F.relu(x) if random.random() > -1 else x
@@ -289,6 +305,11 @@ EDITS = {
         lambda self, x: x + self.conv1(F.relu(self.norm(self.conv0(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)
     ),
     "unused module": edited(same, act=nn.GELU),
+    "other functions named relu": edited(with_globals(same, F=types.SimpleNamespace(relu=relu))),
+    "function for a module": edited(
+        lambda self, x: x + self.act(F.relu(self.conv0(F.relu(x)))), act=lambda: torch.tanh
+    ),
+    "pooling": edited(lambda self, x: x + self.conv1(F.relu(self.act(F.relu(x)))), act=lambda: nn.MaxPool2d(3, 1, 1)),
     "other order": edited(lambda self, x: x + F.relu(self.conv1(F.relu(self.conv0(x))))),
     "convolutions exchanged twice": edited(lambda self, x: x + self.conv1(F.relu(self.conv1(F.relu(self.conv0(x)))))),
     "GELU": edited(lambda self, x: x + self.conv1(F.gelu(self.conv0(F.gelu(x))))),
@@ -407,6 +428,13 @@ def test_edited_poolings_run_as_written(row, ran, capsys):
     assert capsys.readouterr().err.count("encoder.0") == 1
 
 
+def test_a_row_that_ends_in_a_convolution(ran, capsys):
+    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL, conv(16, 16, 3, padding=1)()))
+    check_equal(ours, theirs, images(3, 9))
+    assert kinds(ran) == ["pair"]
+    assert "run encoder.2:" in capsys.readouterr().err
+
+
 # ----------------------------------------------------------------------------------------- what comes after accelerate
 
 
@@ -500,6 +528,14 @@ def test_changes_after_accelerate_count(change, ran):
         torch.manual_seed(3)
         change(block)
     check_equal(ours, theirs, images().to(ours.conv0.weight.dtype))
+    assert not ran
+
+
+def test_weights_that_became_bfloat16(ran):
+    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL))
+    x = images(3, 9).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours.bfloat16()(x), theirs.bfloat16()(x))
     assert not ran
 
 

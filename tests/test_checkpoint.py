@@ -565,15 +565,11 @@ def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     assert meta["command"] == command(script.Args(**settings), f"{script.__name__}.py")
 
 
-def test_a_run_made_shorter_than_it_is_just_ends(run_copy):
+@pytest.mark.parametrize("total", [60, 90])
+def test_a_run_cannot_be_made_shorter_than_it_is(total, run_copy):
     path = run_copy(impala)
-    before = parameters(path)
-    resume(impala, path, total_timesteps=90)
-    assert same(parameters(path), before)
-    assert checkpoint.newest_checkpoint(path)["step"] == 96
-    assert json.loads((path / "meta.json").read_text())["finished"]
     with pytest.raises(InputError, match=r"it has made 96 steps: raise --total-timesteps"):
-        resume(impala, path, total_timesteps=90)
+        resume(impala, path, total_timesteps=total)
 
 
 @pytest.mark.parametrize(
@@ -732,7 +728,6 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     shutil.rmtree(runs / "older"), shutil.rmtree(runs / "in-use")
     new = ppg.main(dataclasses.replace(args, resume="auto"))
     assert new not in (path, runs / "other")
-    assert "no run with these settings waits" in capsys.readouterr().out
     check_same_run(new, undisturbed(ppg))
 
 
