@@ -754,7 +754,7 @@ def test_a_crash_shows_its_traceback_and_fails(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- learning
 
 
-@pytest.mark.parametrize("num_actors", [0, 2])
+@pytest.mark.parametrize("num_actors", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_solves_cartpole(num_actors, tmp_path):
     """These settings reached 500 with each of 5 seeds in turn, and each of 5 with actors."""
     args = impala.Args(

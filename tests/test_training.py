@@ -192,6 +192,10 @@ def test_learning_rate_reaches_the_auxiliary_optimizer(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------- learning
 
+# PPG's losses on these spaces are held to closed forms in test_losses and test_ppg; a whole run takes a minute.
+SOAKED = [ppo, pytest.param(ppg, marks=pytest.mark.soak)]
+PPO_AND_PPG_IN_SOAK = pytest.mark.parametrize("script", SOAKED, ids=["ppo", "ppg"])
+
 CARTPOLE = {
     "env_id": "CartPole-v1", "num_envs": 8, "num_steps": 128, "gamma": 0.99, "norm_reward_gamma": 0.99,
     "total_timesteps": 200_000, "anneal_lr": True, "device": "cpu",
@@ -206,7 +210,7 @@ def test_solves_cartpole(script, tmp_path):
     assert evaluate(script.main(args)) >= 475
 
 
-@SCRIPTS
+@PPO_AND_PPG_IN_SOAK
 def test_improves_pendulum(script, tmp_path):
     """A random policy scores about -1200, a good one better than -200."""
     args = script.Args(
@@ -220,7 +224,7 @@ def test_improves_pendulum(script, tmp_path):
     assert evaluate(script.main(args)) > -400
 
 
-@SCRIPTS
+@PPO_AND_PPG_IN_SOAK
 def test_learns_multibinary_actions(script, tmp_path):
     """TestBits-v0 pays 5 a episode for random bits and 10 for the right ones."""
     args = script.Args(
