@@ -153,6 +153,7 @@ class Checkpoints:
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
         if self.snapshot is not None and self.snapshot["step"] != self.written:
+            self.run.writer.flush()  # a run that is resumed from here does not make these events again
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
             write_archive(folder / f"{self.snapshot['step']:012}.pt", self.snapshot)

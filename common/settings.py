@@ -27,7 +27,6 @@ class Limits(NamedTuple):
 Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < math.inf)]
 NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
-
 Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
 
 # Old or foreign names of flags, which the command line accepts

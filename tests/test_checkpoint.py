@@ -30,6 +30,7 @@ import pytest
 import torch
 from conftest import CountEnv, SpoiltEnv
 from helpers import deterministic_files, parameters
+from tensorboard.summary.writer.record_writer import RecordWriter
 from test_run import flags, read_scalars
 
 import impala
@@ -157,6 +158,28 @@ def _fast_runs():
     with fast.small_networks():
         yield
     del gym.registry["TestPush-v0"]
+
+
+def test_a_checkpoint_is_written_after_the_events_that_it_counts(tmp_path, monkeypatch):
+    """Else SIGKILL in between loses them: the run that is resumed does not make them again."""
+    seen, write, write_archive = [], RecordWriter.write, checkpoint.write_archive
+
+    def slow(*arguments):  # a thread of TensorBoard's, which lags behind
+        time.sleep(0.005)
+        return write(*arguments)
+
+    def look(path, content):
+        if path.name != "model.pt":
+            seen.append(
+                (content["step"], max(step for step, _ in read_scalars(path.parent.parent).get("charts/SPS", [(0, 0)])))
+            )
+        return write_archive(path, content)
+
+    monkeypatch.setattr(RecordWriter, "write", slow)
+    monkeypatch.setattr(checkpoint, "write_archive", look)
+    ppo.main(make_args(ppo, tmp_path / "runs"))
+    assert len(seen) > 1
+    assert all(logged == step for step, logged in seen)
 
 
 @pytest.fixture(scope="module")
