@@ -148,9 +148,9 @@ class EnvGroups(VectorEnv):
     sampling: Petrenko et al. 2020, https://arxiv.org/abs/2006.11751, section 3.2). Only a group has `step`."""
 
     def __init__(self, groups: list[Envs]):
-        first, size, num_envs = groups[0], groups[0].num_envs, sum(group.num_envs for group in groups)
+        first, size = groups[0], groups[0].num_envs
         self.groups = [(group, slice(n * size, (n + 1) * size)) for n, group in enumerate(groups)]
-        self.num_envs, self.restorable, self.video = num_envs, first.restorable, first.video
+        self.num_envs, self.restorable, self.video = len(groups) * size, first.restorable, first.video
         self.single_observation_space = first.single_observation_space
         self.single_action_space = first.single_action_space
 
@@ -208,7 +208,7 @@ def check_envs(
 ) -> None:
     """Raise InputError for settings of `make_envs` that cannot work, or that Procgen aborts on or ignores. `prefix`
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
-    distribution_mode, num_levels, start_level = (ALL_LEVELS | levels).values()
+    distribution_mode, num_levels, start_level = (chosen := ALL_LEVELS | levels).values()
     games, mode = env_id.split(","), f"--distribution-mode {distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
     procgen = set(games) <= set(PROCGEN_GAMES)
@@ -219,8 +219,8 @@ def check_envs(
         shared = f"{num_groups} groups of {len(games)} games"
         raise InputError(f"--num-envs {num_envs} cannot be shared by {shared}: use a multiple of {share}.")
     if not procgen:
-        is_set = (distribution_mode, num_levels, start_level) != ("easy", 0, 0)
-        wrong = {f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}.": is_set}
+        only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
+        wrong = {only: chosen != ALL_LEVELS}
     else:
         known, fixed = PROCGEN_MODES[distribution_mode], distribution_mode == "exploration"
         lacking = ", ".join(game for game in games if game not in known)

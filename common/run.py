@@ -65,7 +65,7 @@ class Run:
             header = f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision}"
             header += f" | {num_parameters:,} parameters"
             header += f" | {world.world_size} ranks" if world.world_size > 1 else ""
-            print(f"{header} | {self.path}", f"| resumed at step {self.step:,}" if resumed else "", flush=True)
+            print(f"{header} | {self.path}" + (f" | resumed at step {self.step:,}" if resumed else ""), flush=True)
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""

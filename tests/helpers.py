@@ -55,3 +55,8 @@ def evaluate(run_dir: Path, episodes: int = 20) -> float:
     returns, _ = held_out.play(agent, 1, greedy=True)
     held_out.envs.close()
     return float(returns.mean())
+
+
+def level_seeds(envs):
+    """The seed of the level that each of Procgen's environments plays."""
+    return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]

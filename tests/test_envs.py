@@ -10,6 +10,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from helpers import level_seeds
 
 from common.envs import make_envs
 from common.errors import InputError
@@ -21,11 +22,6 @@ ROOT = Path(__file__).parent.parent
 
 def procgen_envs(env_id, num_envs, seed=0, **settings):
     return make_envs(env_id, num_envs, seed=seed, **{"num_threads": 0} | settings)
-
-
-def level_seeds(envs):
-    """The seed of the level that each environment plays at present."""
-    return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]
 
 
 def random_actions(num_steps, num_envs, seed=0):

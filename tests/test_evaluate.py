@@ -11,6 +11,7 @@ import pytest
 import torch
 import tyro
 from fast import small_networks
+from helpers import level_seeds
 from PIL import Image
 
 import impala
@@ -26,11 +27,6 @@ import evaluate
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"num_envs": 4, "num_steps": 2, "num_minibatches": 2, "total_timesteps": 8, "device": "cpu"}
-
-
-def level_seeds(envs):
-    """The level that each of Procgen's environments plays."""
-    return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]
 
 
 def train(script, runs_dir, env_id, **settings):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fast import small_networks
-from helpers import deterministic_files, parameters
+from helpers import deterministic_files, level_seeds, parameters
 from test_bad_input import check_rejected
 from test_checkpoint import make_args
 from test_run import read_scalars
@@ -44,11 +44,6 @@ class Player(torch.nn.Module):
         state = torch.zeros(2, len(obs), 1) if state is None else state
         self.states.append(state[0, :, 0].clone())
         return self.dist.expand((len(obs),)), state + 1
-
-
-def level_seeds(envs):
-    """The level that each of Procgen's environments plays."""
-    return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]
 
 
 def held_out(env_id, num_envs, seed=7, **settings):

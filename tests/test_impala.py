@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import CountEnv
 from fast import Fork, run_script, small_networks
-from helpers import deterministic_files, evaluate, parameters
+from helpers import deterministic_files, evaluate, level_seeds, parameters
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD
 
@@ -591,8 +591,7 @@ def test_actors_play_different_levels(tmp_path):
     for seed in (1, 2, 3):
         with common.session.Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py") as session:
             for number in range(4):
-                infos = session.make_envs(2, number).unwrapped.gym3_env.get_info()
-                levels += [info["level_seed"] for info in infos]
+                levels += level_seeds(session.make_envs(2, number))
     assert len(set(levels)) == 24
     with common.session.Session(short_args(tmp_path), "impala.py") as session:
         actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
@@ -714,11 +713,12 @@ def run_hanging(words):
 def test_a_signal_ends_a_run_whose_actor_hangs(tmp_path):
     words = ["--env-id=TestHang-v0", "--num-envs=2", "--num-steps=4", "--batch-size=2", "--num-minibatches=2"]
     words += ["--log-interval=1", "--device=cpu", f"--runs-dir={tmp_path / 'runs'}"]
-    process = Fork(tmp_path, run_hanging, words)
-    process.wait_for(lambda: any(len(rows_of(path)) > 4 for path in tmp_path.glob("runs/*/progress.csv")))  # 4 updates
-    process.wait_for(lambda: "hangs" in process.output)
-    process.send(signal.SIGINT)
-    assert process.wait(10) == 130
+    words += ["--checkpoint-interval=0"]
+    with Fork(tmp_path, run_hanging, words) as process:
+        process.wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/*32.pt")))  # after 4 updates of 8 steps
+        process.wait_for(lambda: "hangs" in process.output)
+        process.send(signal.SIGINT)
+        assert process.wait(10) == 130
     assert process.errors == "note: actor 0 cannot be stopped and is left behind\nstopped by Ctrl-C\n"
     (path,) = tmp_path.glob("runs/*/model.pt")
     assert torch.load(path, weights_only=True)["step"] == 4 * 8
