@@ -11,13 +11,13 @@ what the policy has learnt since, makes one pass over them, and publishes. Devia
 scalable_agent:
 
 1. `--total-timesteps` is rounded up to whole batches. Unrolls in the queue when a run ends are dropped.
-2. The logs have every finished episode of the other unrolls. Losses are logged as means over all minibatches.
+2. The logs have every finished episode but those of dropped unrolls. Losses are means over all minibatches.
 3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
    2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in PPO's runs.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. After V-trace comes a pass like PPO's, without normalised advantages and clipped values: many minibatches, with the
-   clipped ratio of the policy to the one that V-trace saw (as in IMPACT, Luo et al. 2020,
+6. After V-trace comes a pass like PPO's, with neither normalised advantages nor clipped values: many minibatches, and
+   the clipped ratio of the policy to the one that V-trace saw (as in IMPACT, Luo et al. 2020,
    https://arxiv.org/abs/1912.00167). It takes a random three quarters of the steps, for neighbouring frames are much
    alike. `--num-minibatches 1 --sample-fraction 1` makes the paper's one step.
 7. Losses are means over a minibatch, not sums. To carry a sum's settings over, divide the gradient's norm limit and
@@ -26,8 +26,8 @@ scalable_agent:
 8. The other defaults are nearer to ppo.py's than to the paper's: unrolls of 128 steps, Adam with a constant learning
    rate, gamma .999, lambda .95 (not 1), rewards divided by the running standard deviation of the discounted return (not
    clipped to +-1). With the paper's settings IMPALA learns far less from a step of Procgen (benchmarks/NOTES.md).
-9. With lambda below 1, the advantage is delta_t + gamma A_(t+1), the form of the paper and of SEED RL; rlax has
-   delta_t + gamma lambda A_(t+1).
+9. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL;
+   rlax multiplies the bracket by lambda, too.
 10. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
 """
 
@@ -93,7 +93,7 @@ class Args(RunArgs):
     num_actors: NotNegative[int] = 1
     """threads that act while the learner learns; 0 to act and learn in turn"""
     num_steps: Positive[int] = 128
-    """steps of each environment in a rollout (T)"""
+    """steps of an unroll (T)"""
     batch_size: Positive[int] = 128
     """unrolls in a batch of the learner, of each rank (B)"""
     queue_size: Positive[int] = 64
@@ -207,13 +207,15 @@ class ResidualBlock(nn.Module):
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. Convolutions keep the layout of the permuted
-    frames, PyTorch's channels_last, and are fastest in it.
+    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim].
     """
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
         height, width, channels = observation_shape
+        self.channels_first = height < channels  # as FrameStackObservation stacks frames
+        if self.channels_first:
+            channels, height, width = observation_shape
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
@@ -228,12 +230,13 @@ class ImpalaCNN(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
-        return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
+        frames = frames if self.channels_first else frames.permute(0, 3, 1, 2)
+        return self.layers(frames.to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
 
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
     """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
-    if len(space.shape or ()) == 3 and space.dtype == np.uint8 and space.shape[2] <= 4:
+    if len(space.shape or ()) == 3 and space.dtype == np.uint8:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
     if len(space.shape or ()) != 1:
         raise NotImplementedError(f"no encoder for {space}: use uint8 frames [height, width, channels] or flat vectors")
@@ -291,7 +294,7 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # The threads of actors and learner would share autocast's cache of cast weights.
+        # Autocast's cache of cast weights is off: the actor and learner threads of impala.py would share it.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -318,7 +321,7 @@ class Agent(nn.Module):
         return action_dist(self.action_space, params), state
 
     def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
-        """S steps of B unrolls: obs [S, B, ...], the state before obs[0] [2, B, H], dones [S, B] or [S - 1, B].
+        """S steps of B unrolls: obs [S, B, ...], state before obs[0] [2, B, H], dones [S, B] (the last is optional).
 
         Returns parameters of the action distributions [S, B, P] and values [S, B].
         """
@@ -376,7 +379,7 @@ def act(
     """Play `num_steps` steps of n environments with the newest policy, yield the n unrolls, and so on until `stop`.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
-    `ends` has the states to resume from of environments `first_env` to `first_env + n - 1`.
+    `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.
     """
     num_envs, num_steps = envs.num_envs, args.num_steps
     state = published[0][0].initial_state(num_envs)
@@ -384,7 +387,7 @@ def act(
     if ends:
         states = [ends.get(first_env + n, each) for n, each in enumerate(envs.state_dict())]
         envs.load_state_dict(states)
-        for n, each in enumerate(states if envs.restorable else []):  # a new episode starts without a memory
+        for n, each in enumerate(states if envs.restorable else []):  # the others start new episodes: zeros
             if "recurrent" in each:
                 state[:, n] = each["recurrent"]
     obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
@@ -440,7 +443,7 @@ def scale_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) 
     The learner scales, not the actors: so a checkpoint's statistics are those of the batches that it has learnt from.
 
     Args:
-        envs: the environment's number of each unroll; unrolls of one environment follow each other in time.
+        envs: the number of each unroll's environment; unrolls of one environment follow each other in time.
     """
     rewards, dones = batch.rewards.cpu().numpy(), batch.dones.cpu().numpy()
     returns, envs = np.empty(rewards.shape), np.array(envs)
@@ -545,7 +548,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
         state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
         minibatch = *(x.index_select(1, index) for x in samples), state  # eight times as fast as [:, index] for frames
         optimizer.zero_grad()
-        metrics = backward(loss_of, minibatch, args.micro_batch_size, world, dim=1)  # in pieces
+        metrics = backward(loss_of, minibatch, args.micro_batch_size, world, dim=1)  # the ranks' mean gradient
         metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
         optimizer.step()
         history.append(metrics)
@@ -565,7 +568,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
 
 
 def finished_episodes(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
-    """The episodes that ended in a batch with the first actions at `step`: step, environment, return, length."""
+    """The episodes that ended in a batch which began after `step` steps: step, environment, return, length."""
     unrolls, earlier, episodes = Counter(each.env for each in batch), Counter(), []
     for each in batch:  # several unrolls of an environment follow each other
         for t, episodic_return, length in each.episodes:
@@ -646,7 +649,7 @@ def main(args: Args) -> Path:
                 run.log(step, metrics | {"charts/learning_rate": learning_rate})
                 progress.history = []
             session.evaluate(step)
-            # In turn, unrolls of this round that no batch has had yet; they are in no checkpoint.
+            # With --num-actors 0, unrolls of this round may still wait for a batch. Checkpoints lack them: save later.
             in_hand = (version - first_version) * args.batch_size % args.num_envs
             if args.num_actors or not in_hand or step >= run.total_steps:
                 session.save(step)

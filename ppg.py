@@ -12,15 +12,15 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. Deviation
    `--anneal-lr` lowers the auxiliary optimiser's rate, too.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
 3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in those runs.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in OpenAI's runs.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
 6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
    join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
 7. The default is `--arch detach`, as in CleanRL: one encoder, half the cost of the paper's default `dual`. It stops the
-   value head's gradient in both phases, as OpenAI's code does. The paper's scores as `dual`, and stops it in one phase.
+   value head's gradient in both phases, as OpenAI's code does. The paper stops it in one, and scores as with `dual`.
 8. The paper has 4 processes with 64 environments. One process makes as many gradient steps in a phase, at the same
-   learning rate, on minibatches of a quarter of the size, as in CleanRL. Four ranks (torchrun) make the paper's.
+   learning rate, on minibatches of a quarter of the size, as in CleanRL. Four ranks (torchrun) have the paper's size.
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, a weight of 1 on half the squared value
    error, minibatches of whole environments, reward scale as in `ppo.py`, an Adam of its own for the auxiliary phase,
    and the value's passes before the policy's where `--e-value` differs from `--e-policy`.
@@ -126,7 +126,7 @@ class Args(RunArgs):
     num_aux_rollouts: Positive[int] = 4
     """rollouts of one environment, T steps each, that the auxiliary phase works through at a time"""
     num_aux_grad_accum: Positive[int] = 1
-    """times that these rollouts enter one gradient step of the auxiliary phase"""
+    """groups of so many rollouts in each gradient step of the auxiliary phase"""
 
     # ---- intrinsic rewards
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
@@ -159,10 +159,8 @@ class Args(RunArgs):
             self.num_envs % self.num_minibatches == 0,
             f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs}: change one of them.",
         )
-        yield (
-            self.num_minibatches < self.iteration_steps,
-            f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it, or raise --num-steps.",
-        )
+        single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
+        yield self.num_minibatches < self.iteration_steps, single
 
 
 # ---------------------------------------------------------------------------------------------------------- networks
@@ -204,13 +202,15 @@ class ResidualBlock(nn.Module):
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. Convolutions keep the layout of the permuted
-    frames, PyTorch's channels_last, and are fastest in it.
+    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim].
     """
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
         height, width, channels = observation_shape
+        self.channels_first = height < channels  # as FrameStackObservation stacks frames
+        if self.channels_first:
+            channels, height, width = observation_shape
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
@@ -225,12 +225,13 @@ class ImpalaCNN(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
-        return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
+        frames = frames if self.channels_first else frames.permute(0, 3, 1, 2)
+        return self.layers(frames.to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
 
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
     """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
-    if len(space.shape or ()) == 3 and space.dtype == np.uint8 and space.shape[2] <= 4:
+    if len(space.shape or ()) == 3 and space.dtype == np.uint8:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
     if len(space.shape or ()) != 1:
         raise NotImplementedError(f"no encoder for {space}: use uint8 frames [height, width, channels] or flat vectors")
@@ -287,7 +288,7 @@ class Agent(nn.Module):
         self.aux_value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # The threads of actors and learner would share autocast's cache of cast weights.
+        # Autocast's cache of cast weights is off: the actor and learner threads of impala.py would share it.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -344,7 +345,7 @@ def new_rollout(
     shape, discrete = (num_steps, num_envs), isinstance(action_space, gym.spaces.Discrete)
     obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
     return Rollout(
-        frame_store(shape + observation_space.shape, obs_dtype, device, flags="--num-envs or --num-steps"),
+        torch.empty(shape + observation_space.shape, dtype=obs_dtype, device=device),
         torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
         *(torch.zeros(shape, device=device) for _ in range(5)),
     )
@@ -354,7 +355,7 @@ def new_rollout(
 def collect(
     agent: Agent, envs: VectorEnv, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
 ) -> tuple[Tensor, int]:
-    """Fill `rollout` from the observations `obs` [N, ...] on, which the environments gave after `step` steps.
+    """Fill `rollout` from `obs` [N, ...] on, the observations that the environments returned after `step` steps.
 
     Returns the observations and the number of steps at its end; tells `run` of every finished episode. With
     `--num-env-groups`, one group of environments steps while the policy acts for the next.
@@ -440,8 +441,7 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, the larger of two errors: the value's, and that of the value clipped to this distance from the
-    old one (as in OpenAI's baselines).
+    With `clip_coef_vf`, errors are at least those of values clipped to this distance from the old ones (baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
@@ -474,14 +474,14 @@ def update(
         v_loss = value_loss(agent.get_value(obs), old_values, returns, args.clip_coef_vf)
         return args.vf_coef * v_loss, {"losses/value_loss": v_loss}
 
-    def joint_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
+    def ppo_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
         _, logprobs, entropy, values = agent.get_action_and_value(obs, actions)
         pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef, args.kl_penalty)
         v_loss, entropy = value_loss(values, old_values, returns, args.clip_coef_vf), entropy.mean()
         loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
         return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
 
-    passes = [(joint_loss_of, optimizers[0])] * args.e_policy
+    passes = [(ppo_loss_of, optimizers[0])] * args.e_policy
     if args.e_policy != args.e_value:
         passes = [(value_loss_of, optimizers[1])] * args.e_value + [(policy_loss_of, optimizers[0])] * args.e_policy
     if args.norm_adv == "batch":
@@ -496,7 +496,7 @@ def update(
             if args.norm_adv == "minibatch":
                 minibatch[-1] = normalize_advantages(minibatch[-1], world)
             optimizer.zero_grad()
-            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # in pieces, averaged over the ranks
+            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # the ranks' mean gradient
             metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
             history.append(metrics)
@@ -514,12 +514,12 @@ def update(
 class Phase:
     """The rollouts of a policy phase: `obs` [K, T, N, ...], on any device, `actions`, and value targets `returns`.
 
-    In a checkpoint, the actions stand for Procgen's frames, which `envs` play again; other observations are saved.
+    A checkpoint has the actions in place of Procgen's frames, which `envs` replay; other observations are saved.
     """
 
     def __init__(self, size: int, envs: VectorEnv, rollout: Rollout, args: Args, device: torch.device):
-        flags, disk = "--n-pi, --num-envs or --num-steps", args.runs_dir if args.aux_frames == "disk" else None
-        obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, flags, disk, spill=True)
+        disk = args.runs_dir if args.aux_frames == "disk" else None
+        obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, disk)
         actions = torch.empty((size, *rollout.actions.shape), dtype=rollout.actions.dtype)
         self.envs, self.store = envs, (obs, actions, torch.empty((size, *rollout.values.shape), device=device))
         self.clear()
@@ -553,7 +553,7 @@ class Phase:
 
 
 def policy_kl(old: Distribution, new: Distribution) -> Tensor:
-    """KL divergence [B] of `new` from `old`, from log-probabilities: finite where a new probability rounds to 0."""
+    """KL(old || new) [B], computed from log-probabilities: finite where a new probability rounds to 0."""
     if isinstance(new, Categorical):
         return (old.probs * (old.logits - new.logits)).sum(-1)
     if isinstance(new.base_dist, Bernoulli):
@@ -575,7 +575,7 @@ def auxiliary_phase(
         k, n = (batch // num_envs).to(x.device), (batch % num_envs).to(x.device)
         return to_device(x[k, :, n].flatten(0, 1), rollouts.device)
 
-    def loss_of(obs, old_params, returns):  # L^joint + L^value (PPG, section 2)
+    def loss_of(obs, old_params, returns):  # L^joint (aux_value_loss and kl_loss) and L^value (PPG, section 2)
         params, values, aux_values = agent.get_policy_and_values(obs)
         kl_loss = policy_kl(action_dist(agent.action_space, old_params), action_dist(agent.action_space, params)).mean()
         aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
@@ -590,9 +590,9 @@ def auxiliary_phase(
     for epoch in range(1, args.e_aux + 1):
         order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
         for batch in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
-            show(f"auxiliary phase: epoch {epoch}/{args.e_aux}")
+            show(f"aux. phase {epoch}/{args.e_aux}")
             minibatch = steps_of(batch, phase.obs), old_params[batch].flatten(0, 1), steps_of(batch, phase.returns)
-            optimizer.zero_grad()  # also of the last gradient of the policy phase
+            optimizer.zero_grad()  # drops the policy phase's last gradient, too
             metrics = backward(loss_of, minibatch, args.micro_batch_size, world, at_most=at_a_time)
             metrics["losses/aux/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()

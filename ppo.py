@@ -11,15 +11,15 @@ run with OpenAI's baselines. Deviations from those runs and from CleanRL's ppo_p
 1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
 3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in those runs.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in OpenAI's runs.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
 6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
    join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
 7. Each rollout's returns enter the running statistics before its rewards are divided by them. The returns have the
    discount .99, the default of baselines' VecNormalize that the published runs used; CleanRL uses gamma.
-8. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases; in baselines and CleanRL the
-   heads are orthogonal, in CleanRL the rest PyTorch's default. Max-pooling pads both sides; TensorFlow pads one side.
+8. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases; baselines and CleanRL have
+   orthogonal heads, CleanRL has PyTorch's default elsewhere. Max-pooling pads both sides; TensorFlow pads one side.
 """
 
 import math
@@ -39,7 +39,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from torch.optim import Adam, Optimizer
 
 from common.accelerate import accelerate
-from common.device import frame_store, to_device
+from common.device import to_device
 from common.learning import backward, mean_metrics
 from common.reward_scale import RewardNormalizer
 from common.run import Run
@@ -136,10 +136,8 @@ class Args(RunArgs):
             f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
             f"{self.num_steps} steps = {self.iteration_steps}: change one of the three.",
         )
-        yield (
-            self.num_minibatches < self.iteration_steps,
-            f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it, or raise --num-steps.",
-        )
+        single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
+        yield self.num_minibatches < self.iteration_steps, single
 
 
 # ---------------------------------------------------------------------------------------------------------- networks
@@ -181,13 +179,15 @@ class ResidualBlock(nn.Module):
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels] -> features [B, feature_dim]. Convolutions keep the layout of the permuted
-    frames, PyTorch's channels_last, and are fastest in it.
+    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim].
     """
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
         height, width, channels = observation_shape
+        self.channels_first = height < channels  # as FrameStackObservation stacks frames
+        if self.channels_first:
+            channels, height, width = observation_shape
         layers = []
         for out_channels in (16, 32, 32):
             layers += [
@@ -202,12 +202,13 @@ class ImpalaCNN(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
-        return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
+        frames = frames if self.channels_first else frames.permute(0, 3, 1, 2)
+        return self.layers(frames.to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
 
 def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_fn: str) -> nn.Module:
     """The network from observations [B, *space.shape] to features [B, feature_dim]: a CNN, or an MLP for vectors."""
-    if len(space.shape or ()) == 3 and space.dtype == np.uint8 and space.shape[2] <= 4:
+    if len(space.shape or ()) == 3 and space.dtype == np.uint8:
         return ImpalaCNN(space.shape, feature_dim, init_fn)
     if len(space.shape or ()) != 1:
         raise NotImplementedError(f"no encoder for {space}: use uint8 frames [height, width, channels] or flat vectors")
@@ -261,7 +262,7 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # The threads of actors and learner would share autocast's cache of cast weights.
+        # Autocast's cache of cast weights is off: the actor and learner threads of impala.py would share it.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -308,7 +309,7 @@ def new_rollout(
     shape, discrete = (num_steps, num_envs), isinstance(action_space, gym.spaces.Discrete)
     obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
     return Rollout(
-        frame_store(shape + observation_space.shape, obs_dtype, device, flags="--num-envs or --num-steps"),
+        torch.empty(shape + observation_space.shape, dtype=obs_dtype, device=device),
         torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
         *(torch.zeros(shape, device=device) for _ in range(5)),
     )
@@ -318,7 +319,7 @@ def new_rollout(
 def collect(
     agent: Agent, envs: VectorEnv, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
 ) -> tuple[Tensor, int]:
-    """Fill `rollout` from the observations `obs` [N, ...] on, which the environments gave after `step` steps.
+    """Fill `rollout` from `obs` [N, ...] on, the observations that the environments returned after `step` steps.
 
     Returns the observations and the number of steps at its end; tells `run` of every finished episode. With
     `--num-env-groups`, one group of environments steps while the policy acts for the next.
@@ -400,8 +401,7 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, the larger of two errors: the value's, and that of the value clipped to this distance from the
-    old one (as in OpenAI's baselines).
+    With `clip_coef_vf`, errors are at least those of values clipped to this distance from the old ones (baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
@@ -444,7 +444,7 @@ def update(
             if args.norm_adv == "minibatch":
                 minibatch[-1] = normalize_advantages(minibatch[-1], world)
             optimizer.zero_grad()
-            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # in pieces, averaged over the ranks
+            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # the ranks' mean gradient
             metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()
             history.append(metrics)

@@ -34,8 +34,8 @@ def collect(run_dir: Path) -> Path:
     """
     args, meta, curve = finished_run(run_dir)
     levels = args["num_levels"] or "all"
-    game = args["env_id"].replace("/", "-")
-    folder = RESULTS / f"{args['distribution_mode']}-{levels}" / args["exp_name"] / game
+    algorithm, game = (re.sub(r"/|^\.*$", "-", args[name]) for name in ("exp_name", "env_id"))  # names of folders
+    folder = RESULTS / f"{args['distribution_mode']}-{levels}" / algorithm / game
     for neighbour in folder.glob("*.meta.json"):
         theirs = json.loads(neighbour.read_text())["command"]
         if same_settings(theirs) != same_settings(meta["command"]):
@@ -66,7 +66,7 @@ def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Settings, origin and curve of a run. Raises InputError for one that has not ended."""
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
     if not (args and meta):
-        raise InputError(f"{run_dir} is no run folder: there is no readable args.json and meta.json.")
+        raise InputError(f"{run_dir} is no run folder: it has no readable {'meta.json' if args else 'args.json'}.")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     curve = read(run_dir / "progress.csv")
     steps, seconds = curve.splitlines()[-1].split(",")[:2]
@@ -85,16 +85,12 @@ def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
 
 
 def same_settings(command: str) -> list[list[str]]:
-    """The flags of a command that the runs of a folder must share: all but the seed and what a resumed run may change.
-
-    The number of steps is none of these: it may be raised later, but here it is one for all.
-    """
-    flags = []
+    """The script and the flags of a command that the runs of a folder must share: all flags but the seed and what a
+    resumed run may change. (The number of steps may be raised later, but here it is one for all.)"""
+    flags = [[]]
     for word in shlex.split(command):
-        if word.startswith("--"):
-            flags.append([word])
-        elif flags:
-            flags[-1].append(word)
+        flags += [[]] if word.startswith("--") else []
+        flags[-1].append(word)
     ignored = {"seed", *MAY_CHANGE} - {"total_timesteps"}
     return sorted(each for each in flags if each[0][2:].replace("-", "_").removeprefix("no_") not in ignored)
 

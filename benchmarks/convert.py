@@ -29,7 +29,7 @@ from common.signals import one_line_errors
 
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 LAST_100, COUNT = "charts/last_100_return", "charts/episodes"  # with COUNT, EPISODE is the mean of so many episodes
-COLUMNS = CSV_COLUMNS["progress.csv"]
+COLUMNS = ("step", "seconds", *CSV_COLUMNS["progress.csv"].split())
 
 
 @dataclass

@@ -1,19 +1,18 @@
-"""Play a finished or running run's agent: mean return, standard error, interquartile mean, and a video.
+"""Play the agent of a run, finished or not: mean return, standard error, interquartile mean, and a video.
 
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --episodes 500
     python benchmarks/evaluate.py runs/coinrun__ppo__1__1795202643 --levels train --greedy
-    python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --video out.mp4      # or out.gif
+    python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643/model.pt --video out.mp4      # or out.gif
 
 Every environment plays the same number of episodes, so that short episodes do not count more often than long ones.
 """
 
 import importlib.util
+import io
 import math
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ from common.envs import group_seed, make_envs
 from common.errors import InputError
 from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
 from common.load import load_agent
-from common.settings import Positive, check_limits
+from common.settings import Positive, Seed, check_limits
 from common.signals import one_line_errors
 from common.video import open_video
 
@@ -38,7 +37,7 @@ LAST_LEVEL = 2**31 - 1
 @dataclass
 class Args:
     run_dir: tyro.conf.Positional[Path]
-    """folder of the run"""
+    """run folder, model or checkpoint"""
     episodes: Positive[int] = 500
     """episodes in all; rounded up to as many for each environment"""
     num_envs: Positive[int] = 50
@@ -49,7 +48,7 @@ class Args:
     """take the likeliest action instead of drawing one"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
-    seed: int = 1
+    seed: Seed = 1
     """seed of level draws and actions"""
     video: Path | None = None
     """write a video of the first environments to this file (.mp4 needs the package av; or .gif)"""
@@ -67,8 +66,7 @@ def level_range(args: Any, levels: str) -> dict[str, int]:
     Raises InputError where there are no unseen levels.
     """
     if levels == "unseen" and not args.num_levels:
-        reason = "this run has been trained on all levels, so that none is unseen"
-        raise InputError(f"--levels {levels}: {reason}: use --levels all.")
+        raise InputError("--levels unseen: this run was trained on all levels: none is unseen: use --levels all.")
     if levels == "train":
         return {"num_levels": args.num_levels, "start_level": args.start_level}
     if levels == "unseen":
@@ -78,12 +76,14 @@ def level_range(args: Any, levels: str) -> dict[str, int]:
 
 
 class Video:
-    """A grid of environments, a frame a step, until it is long enough."""
+    """A grid of environments, a frame a step, until it is long enough. It stays in memory until `finish`, so that a
+    full disk does not end an evaluation. Raises InputError for a file that cannot be opened."""
 
     def __init__(self, path: Path, columns: int, seconds: float, size: int, fps: int):
         self.path, self.columns, self.size, self.fps = path, columns, size, fps
         self.frames_left = math.ceil(seconds * fps)
-        self.gif, self.writer = [], None
+        self.gif, self.writer, self.content = [], None, io.BytesIO()
+        self.write(mode="ab")
 
     def add(self, frames: list[np.ndarray]) -> None:
         """Add a frame of each environment, uint8 [height, width, 3]."""
@@ -95,18 +95,24 @@ class Video:
             self.gif.append(Image.fromarray(picture).quantize(64))
             return
         if self.writer is None:
-            self.writer = open_video(self.path, self.fps)
+            self.writer = open_video(self.content, self.fps)
         self.writer.write_frame(picture)
 
-    def __enter__(self) -> "Video":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def finish(self) -> None:
+        """Write the file. Raises InputError if that fails."""
         if self.writer is not None:
             self.writer.close()
         if self.gif:
             first, *rest = self.gif
-            first.save(self.path, save_all=True, append_images=rest, duration=round(1000 / self.fps), loop=0)
+            first.save(self.content, "GIF", save_all=True, append_images=rest, duration=round(1000 / self.fps), loop=0)
+        self.write(mode="wb")
+
+    def write(self, mode: str) -> None:
+        try:
+            with self.path.open(mode) as file:
+                file.write(self.content.getbuffer())
+        except OSError as error:
+            raise InputError(f"--video {self.path} cannot be written ({error.strerror}).") from error
 
 
 def check(args: Args) -> None:
@@ -120,14 +126,14 @@ def check(args: Args) -> None:
         if any(count * args.video_size % 2 for count in args.video_grid):  # H.264 stores colours at half the size
             raise InputError(f"--video-size {args.video_size} cannot work for {args.video}: use an even number.")
         if importlib.util.find_spec("av") is None:
-            reason = "needs a video encoder: pip install av, or use a name that ends in .gif"
-            raise InputError(f"--video {args.video} {reason}.")
-    if not args.video.parent.is_dir():
-        raise InputError(f"--video {args.video} cannot be written: there is no {args.video.parent}.")
+            raise InputError(f"--video {args.video} needs an encoder: pip install av, or use a name that ends in .gif.")
+    if args.video_size > (largest := 16_384 // max(args.video_grid)):  # H.264 ends at 16,384 pixels
+        raise InputError(f"--video-size {args.video_size} is too large for this --video-grid: use at most {largest}.")
 
 
 def main(args: Args) -> dict[str, float]:
-    """Evaluate, print and return the figures. Raises InputError before anything is played."""
+    """Evaluate, print and return the figures. Raises InputError before anything is played, or, when the figures have
+    been printed, for a video that cannot be written."""
     check(args)
     device = setup_device(args.device, seed=args.seed)
     agent, settings = load_agent(args.run_dir, device)
@@ -141,11 +147,9 @@ def main(args: Args) -> dict[str, float]:
     levels = {"distribution_mode": settings.distribution_mode, **level_range(settings, args.levels)}
     envs = make_envs(settings.env_id, num_envs, seed=seed, capture_video=args.video is not None, **levels)
     fps = envs.metadata.get("render_fps", 30)
+    video = Video(args.video, columns, args.video_seconds, args.video_size, fps) if args.video else None
     print(f"{args.run_dir}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
-    with (
-        tqdm(total=num_envs * quota, unit=" episodes", disable=not sys.stderr.isatty()) as bar,
-        Video(args.video, columns, args.video_seconds, args.video_size, fps) if args.video else nullcontext() as video,
-    ):
+    with tqdm(total=num_envs * quota, unit=" episodes", disable=not sys.stderr.isatty()) as bar:
 
         def on_step(finished: int) -> None:
             bar.update(finished - bar.n)
@@ -165,6 +169,8 @@ def main(args: Args) -> dict[str, float]:
         }
     for name, value in figures.items():
         print(f"{name}: {value:.3f}")
+    if video is not None:
+        video.finish()
     return figures
 
 

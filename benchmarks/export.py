@@ -8,6 +8,7 @@ The exported policy takes a batch of observations, uint8 frames [B, height, widt
 is zero where an episode starts. It is compared with the agent before it is written.
 """
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.envs import make_envs
 from common.errors import InputError, TrainingError
+from common.files import write_atomically
 from common.load import load_agent
 from common.signals import one_line_errors
 
@@ -31,7 +33,7 @@ class Args:
     source: tyro.conf.Positional[Path]
     """run folder, model or checkpoint"""
     out: Path
-    """file to write"""
+    """file to write; it must be new, so that no model is lost"""
 
 
 class Policy(nn.Module):
@@ -49,12 +51,11 @@ class Policy(nn.Module):
 
 
 def export(source: Path, out: Path) -> torch.jit.ScriptModule:
-    """Write the policy in a run folder, model or checkpoint to `out`, and return it.
-
-    Raises:
-        InputError: there is no agent.
-        TrainingError: the exported policy does not give what the agent does.
+    """Write the policy in a run folder, model or checkpoint to `out`, and return it. Raises InputError if there is no
+    agent, or `out` exists or cannot be written; TrainingError if the exported policy does not give what the agent does.
     """
+    if os.path.exists(out):
+        raise InputError(f"--out {out} exists: choose another name, or remove it first.")
     agent, args = load_agent(source)
     agent.bf16 = False
     envs = make_envs(args.env_id, 8 * len(args.env_id.split(",")), seed=1, distribution_mode=args.distribution_mode)
@@ -76,13 +77,14 @@ def export(source: Path, out: Path) -> torch.jit.ScriptModule:
                 error = (mine - theirs).abs().max().item()
                 if not error <= TOLERANCE:
                     raise TrainingError(f"the exported policy differs from the agent, by up to {error:.3g}")
-        scripted.save(str(out))
+    try:
+        write_atomically(out, scripted.save_to_buffer())
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written ({error.strerror}).") from error
     return scripted
 
 
 def main(args: Args) -> None:
-    if not args.out.parent.is_dir():
-        raise InputError(f"--out {args.out}: there is no folder {args.out.parent}.")
     export(args.source, args.out)
     print(f"{args.out} gives the same as the agent of {args.source} (within {TOLERANCE}, float32).")
 

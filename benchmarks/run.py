@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --algorithms ppo impala --env-ids starpilot fruitbot --seeds 2 --total-timesteps 1000000
     python benchmarks/run.py --algorithms ppg --protocol hard-500 --devices cuda:0 cuda:1 --runs-per-device 2
-    python benchmarks/run.py --algorithms ppo --dry-run -- --precision bf16 --anneal-lr
+    python benchmarks/run.py --algorithms ppo --scripts my_idea.py --dry-run -- --precision bf16 --anneal-lr
     python benchmarks/run.py --launcher slurm --slurm-partition gpu --slurm-gpus 1 --slurm-at-a-time 8
 
 What follows `--` goes to the scripts. Each run is `python <algorithm>.py ... --resume auto` in a process of its own,
@@ -15,7 +15,6 @@ that run out of time save a checkpoint and are queued again.
 import csv
 import fcntl
 import hashlib
-import importlib
 import os
 import shlex
 import signal
@@ -42,14 +41,14 @@ from common.device import resolve_device
 from common.envs import check_envs, unknown_env
 from common.errors import InputError
 from common.evaluation import held_out_settings
-from common.files import lock_folder
+from common.files import ROOT, lock_folder
 from common.intrinsic import check as check_intrinsic
+from common.load import load_script
 from common.procgen_env import PROCGEN_GAMES
 from common.resume import runs_of
-from common.settings import NotNegative, Positive, check_limits, flag, parse
+from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse
 from common.signals import one_line_errors
 
-ROOT = Path(__file__).parent.parent
 # Of the Procgen paper: how hard, how many levels to train on, and for how long. With a limited number, runs are also
 # evaluated on all levels.
 PROTOCOLS = {
@@ -72,8 +71,10 @@ POLL_SECONDS = 1.0
 
 @dataclass
 class Args:
-    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ("ppo", "ppg", "impala")
-    """scripts to run"""
+    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ()
+    """scripts of this repository to run; all, where neither this nor --scripts names one"""
+    scripts: tuple[Path, ...] = ()
+    """scripts of your own to run, in any folder: changed copies of those"""
     env_ids: tuple[str, ...] = ("starpilot",)
     """Procgen games, or other tasks"""
     seeds: Positive[int] = 3
@@ -118,8 +119,8 @@ class Args:
 class Job:
     """A run to make. `state`: waiting, running, done, failed, elsewhere (in use by another process) or submitted."""
 
-    algorithm: str
-    words: list[str]  # flags of its script
+    algorithm: str  # its script's path from the repository's root, without .py
+    words: list[str]  # flags of the script
     settings: Any  # what the script will make of them
     state: str = "waiting"
     path: Path | None = None  # of the run folder, once there is one
@@ -136,7 +137,7 @@ class Job:
     def file(self, logs: Path, suffix: str) -> Path:
         """A file of this run, and of none with other settings, in folder `logs`."""
         digest = hashlib.sha256(shlex.join(self.words).encode()).hexdigest()[:8]
-        return logs / f"{self.name.replace(' ', '-').replace('/', '-')}-{digest}{suffix}"
+        return logs / f"{self.name.lstrip('./').replace(' ', '-').replace('/', '-')}-{digest}{suffix}"
 
 
 # --------------------------------------------------------------------------------------------------------- the matrix
@@ -148,10 +149,12 @@ def make_jobs(args: Args) -> list[Job]:
     Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message.
     """
     check_limits(args)
-    for name in ("algorithms", "env_ids"):
-        if not getattr(args, name):
+    algorithms = [*args.algorithms, *(os.path.relpath(path, ROOT).removesuffix(".py") for path in args.scripts)]
+    algorithms = algorithms or ["ppo", "ppg", "impala"]
+    for name, values in {"algorithms": algorithms, "env_ids": args.env_ids}.items():
+        if not values:
             raise InputError(f"{flag(name)} is empty: name one at least.")
-        for value, count in Counter(getattr(args, name)).items():
+        for value, count in Counter(values).items():
             if count > 1:
                 raise InputError(f"{flag(name)} has {value} more than once: leave one out.")
     for word in args.extra:
@@ -161,21 +164,29 @@ def make_jobs(args: Args) -> list[Job]:
         given = [name for name in names if getattr(args, name) != getattr(Args, name)]
         if given and launcher != args.launcher:
             raise InputError(f"{flag(given[0])} is for --launcher {launcher}: leave it out.")
+    defaults = {algorithm: default_settings(f"{algorithm}.py") for algorithm in algorithms}
     for env_id in args.env_ids:
-        check_env_id(env_id)
+        check_env_id(env_id)  # the scripts may have registered it
     protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
     common = [word for name, value in protocol.items() for word in (flag(name), str(value))] + [*args.extra]
-    defaults = {algorithm: importlib.import_module(algorithm).Args() for algorithm in args.algorithms}
     parsed = {name: parse(type(default), default, words=common) for name, default in defaults.items()}
     jobs = []
     for seed in range(1, args.seeds + 1):
         for env_id in args.env_ids:
-            for algorithm in args.algorithms:
+            for algorithm in algorithms:
                 settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
                 settings.validate()
                 check_tasks(settings)
                 jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
     return jobs
+
+
+def default_settings(script: str) -> RunArgs:
+    """Those of a script, by its path from the repository's root. Raises InputError for what is no such script."""
+    try:
+        return load_script(script).Args()
+    except (OSError, ImportError, SyntaxError, AttributeError, TypeError) as error:
+        raise InputError(f"--scripts {script} cannot be used: {error}: name a changed copy of a script.") from error
 
 
 def check_env_id(env_id: str) -> None:
@@ -446,6 +457,7 @@ def main(args: Args) -> list[Job]:
 
 if __name__ == "__main__":
     with one_line_errors():
+        os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the runs: where common/ is
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)
         jobs = main(replace(tyro.cli(Args, args=words[:split]), extra=tuple(words[split + 1 :])))

@@ -109,7 +109,7 @@ def main(args: Args) -> None:
     path = args.out / ("cpu.csv" if device.type == "cpu" else "gpu.csv")
     if not args.from_csv:
         args.out.mkdir(parents=True, exist_ok=True)
-        meta = provenance("python benchmarks/scaling.py " + shlex.join(sys.argv[1:]), device)
+        meta = provenance("python benchmarks/scaling.py " + shlex.join(sys.argv[1:]), "benchmarks/scaling.py", device)
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         with path.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")

@@ -507,7 +507,9 @@ def main(args: Args) -> None:
     name = "cpu" if device.type == "cpu" else "gpu"
     path = args.out / f"{name}.csv"
     if not args.from_csv:
-        meta = provenance("python benchmarks/throughput.py " + " ".join(sys.argv[1:]), device)
+        meta = provenance(
+            "python benchmarks/throughput.py " + " ".join(sys.argv[1:]), "benchmarks/throughput.py", device
+        )
         args.out.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         with path.open("w", newline="") as file:

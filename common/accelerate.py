@@ -1,8 +1,6 @@
 """CPU kernels and torch.compile for convolutional encoders that are written in plain PyTorch.
-
 The kernels of `common/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
-residual blocks. Each call looks for hooks and other settings, with which modules run as they are written.
-"""
+residual blocks. Each call looks for hooks and other settings, with which modules run as they are written."""
 
 import dis
 import inspect

@@ -10,9 +10,7 @@ from threading import Event, Thread
 
 class ActorThreads(Iterator):
     """Batches of what actors yield in threads of their own, through a bounded queue. Actors end once `stop` is set.
-
-    Without a queue (`queue_size` 0), a single actor acts when it is asked to, in no thread: the same in every run.
-    """
+    Without a queue (`queue_size` 0), a single actor acts when it is asked to, in no thread: the same in every run."""
 
     POLL_SECONDS = 0.2  # how often a waiting thread looks whether the run still goes on
     CLOSE_SECONDS = 3

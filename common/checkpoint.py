@@ -1,11 +1,10 @@
 """Checkpoints: a run that dies and is resumed is the same run.
-
 After each iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
-to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and whatever ends the run: a signal, an error.
-"""
+to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when a signal or an error ends the run."""
 
 import dataclasses
 import io
+import os
 import random
 import shlex
 import sys
@@ -16,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from common.errors import InputError, TrainingError
-from common.files import write_atomically
+from common.files import ROOT, write_atomically
 from common.run import Run, require_finite
 from common.world import World
 
@@ -55,7 +55,7 @@ def read_archive(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
         raise InputError(f"{path} is damaged, or not a file of tensors and plain values.") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or str(content.get("format")) != str(FORMAT):
         raise InputError(f"{path} is {'damaged' if damaged else 'no model or checkpoint of this version'}.")
     return content
 
@@ -83,11 +83,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 def copy_to_cpu(value: Any) -> Any:
     """A copy of nested dicts, lists and tuples that shares no tensor with `value`."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_cpu(each) for key, each in value.items()}
-    return type(value)(map(copy_to_cpu, value)) if isinstance(value, list | tuple) else value
+    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), value)
 
 
 def load_parts(parts: dict[str, Any], checkpoint: dict[str, Any], rank: int, path: Path) -> dict[str, Any]:
@@ -104,11 +100,9 @@ def load_parts(parts: dict[str, Any], checkpoint: dict[str, Any], rank: int, pat
 
 
 class Checkpoints:
-    """Copies of a run's state, in memory after each iteration and on disk from time to time.
-
-    `parts` are whatever has a `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`.
-    `written` is the step of the checkpoint that the run goes on from, if any.
-    """
+    """Copies of a run's state, in memory after each iteration and on disk from time to time. `parts` are whatever has a
+    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`. `written` is the step of the
+    checkpoint that the run goes on from, if any."""
 
     def __init__(self, run: Run, parts: dict[str, Any], world: World, written: int | None):
         self.run, self.parts, self.world, self.written, self.snapshot = run, parts, world, written, None
@@ -124,7 +118,9 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
         TrainingError if a parameter is NaN or infinite; the copy before this one stays."""
-        self.check_finite(step)
+        networks = {name: part for name, part in self.parts.items() if hasattr(part, "named_parameters")}
+        named = {f"{name}.{inner}": x for name, part in networks.items() for inner, x in part.named_parameters()}
+        require_finite(step, {name: x.sum() for name, x in named.items()})  # a sum is NaN or infinite if a number is
         run, now = self.run, time.monotonic()
         due = now - self.last_copy >= min(RANKS_COPY_SECONDS, 60 * run.args.checkpoint_interval)
         if self.world.world_size > 1 and not self.world.broadcast(due or step >= run.total_steps):
@@ -144,12 +140,6 @@ class Checkpoints:
             except OSError as error:
                 print(f"warning: no checkpoint at step {step:,} ({error.strerror}); the run goes on", file=sys.stderr)
 
-    def check_finite(self, step: int) -> None:
-        """Raise TrainingError for the first parameter that is NaN or infinite, as its sum is then."""
-        networks = {name: part for name, part in self.parts.items() if hasattr(part, "named_parameters")}
-        named = {name: network.named_parameters() for name, network in networks.items()}
-        require_finite(step, {f"{name}.{inner}": x.sum() for name, each in named.items() for inner, x in each})
-
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
         if self.snapshot is not None and self.snapshot["step"] != self.written:
@@ -167,25 +157,24 @@ class Checkpoints:
         write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": step})
 
     def close(self, error: BaseException | None) -> None:
-        """Write the newest copy, whatever ended the run, and close its folder.
-
-        Raises TrainingError where the run is complete and its last checkpoint cannot be written, and instead of such an
-        `error`, with where the last good model is and how to resume.
-        """
+        """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError where the run is
+        complete and its last checkpoint cannot be written, and instead of such an `error`, with where the last good
+        model is and how to resume."""
         run, path, unwritten = self.run, self.run.path, []
-        advice = f"resume with: {self.world.launcher} {run.script} --resume {shlex.quote(str(path))}"
+        words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(path)]
         try:
             if self.world.rank == 0:
                 self.write()
+            if error is None:
+                run.finish("done")
         except OSError as failure:
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
-        if error is None and not unwritten:
-            run.finish("done")
-        elif isinstance(error, KeyboardInterrupt):
+        advice = f"resume with: {shlex.join(words)}" if checkpoint_files(path) else "it has no checkpoint to resume"
+        if isinstance(error, KeyboardInterrupt):
             run.finish("stopped")
             if self.world.rank == 0:
-                print(*unwritten, advice, sep="\n", flush=True)
-        else:
+                print(*unwritten, advice, sep="\n", file=sys.stderr)
+        elif error is not None or unwritten:
             run.close()
         if error is None and unwritten:
             raise TrainingError(f"the run is complete, but {unwritten[0]}: free some space; {advice}")

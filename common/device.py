@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from common.errors import InputError
+from common.settings import HOST_MEMORY
 
 GPU_RESERVE = 8e9  # bytes that networks, activations and the rollout may need beside stored frames
 
@@ -30,8 +31,7 @@ def setup_device(device: str, seed: int, torch_deterministic: bool = True) -> to
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn the `--device` flag into a `torch.device`; each rank on a machine gets a GPU of its own. Raises InputError
-    where there is no such device."""
+    """The device that `--device` names; each rank has a GPU of its own. Raises InputError where there is none."""
     count = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if count else "cpu"
@@ -46,10 +46,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """Turn the `--precision` flag into "fp32" or "bf16": `auto` is bf16 where `--device` computes in it natively.
-
-    These are CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and GPUs from Ampere on.
-    """
+    """Turn the `--precision` flag into "fp32" or "bf16". `auto` is bf16 where `--device` computes in it natively: on
+    CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and on GPUs from Ampere on."""
     if precision != "auto":
         return precision
     resolved = resolve_device(device)
@@ -63,16 +61,12 @@ def cpu_has(instructions: str) -> bool:
     return hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get(instructions))
 
 
-def frame_store(
-    shape: tuple, dtype: torch.dtype, device: torch.device, flags: str, disk: str | None = None, spill: bool = False
-) -> torch.Tensor:
-    """An uninitialised tensor for many observations. Raises InputError, which names `flags` to lower, without room.
-
-    With `disk`, the tensor lies in a memory-mapped file in this folder, which has no name and goes with the process.
-    With `spill`, a tensor that does not leave 8 GB of a GPU free lies in pinned host memory (see `to_device`).
-    """
+def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: str | None = None) -> torch.Tensor:
+    """An uninitialised tensor for the observations of a phase. With `disk`, it lies in a memory-mapped file in this
+    folder, which has no name and goes with the process; else on `device`, or in pinned host memory if it does not leave
+    8 GB of a GPU free (see `to_device`). Raises InputError where there is no room."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    size = f"{num_bytes / 1e9:.1f} GB"
+    size, advice = f"{num_bytes / 1e9:,.1f} GB of frames", "lower --n-pi, --num-envs or --num-steps."
     try:
         if disk is not None:
             Path(disk).mkdir(parents=True, exist_ok=True)
@@ -80,14 +74,14 @@ def frame_store(
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would be a bus error later on
                 array = np.memmap(file, np.uint8, mode="r+", shape=(num_bytes,))
             return torch.from_numpy(array).view(dtype).view(shape)
-        if spill and device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
-            print(f"note: {size} of frames do not fit on {device}: they stay in host memory.", file=sys.stderr)
+        if num_bytes > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
+            raise InputError(f"{size} do not fit into memory: use --aux-frames disk, or {advice}")
+        if device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
+            print(f"note: {size} do not fit on {device}: they stay in host memory.", file=sys.stderr)
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         return torch.empty(shape, dtype=dtype, device=device)
     except OSError as error:
-        raise InputError(f"{size} cannot be kept in {disk} ({error.strerror}): lower {flags}.") from error
-    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs
-        raise InputError(f"{size} do not fit into the memory of {device} or of the host: lower {flags}.") from error
+        raise InputError(f"{size} cannot be kept in {disk} ({error.strerror}): {advice}") from error
 
 
 def to_device(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:

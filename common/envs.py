@@ -1,6 +1,5 @@
 """Procgen games and Gymnasium tasks behind one interface, in same-step autoreset mode: when `step` reports that an
-episode has ended, the observation it returns already belongs to the next one, and the reward to the action just taken.
-"""
+episode has ended, the observation already belongs to the next one, and the reward to the action just taken."""
 
 import difflib
 import sys
@@ -15,11 +14,11 @@ from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, Trans
 
 from common.errors import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
+from common.settings import HOST_MEMORY
 from common.video import RecordFirstEnv
 
 State = dict[str, Any]  # of one environment: tensors and plain values, or empty if it cannot be put back
 ALL_LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0}  # the defaults
-Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]  # what `VectorEnv.step` returns
 
 
 def make_envs(
@@ -31,11 +30,9 @@ def make_envs(
     [num_envs] for `Discrete`, and [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds
     here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each episode that
     this step has finished, as `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's).
-
     `seed` is that of Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. `settings` are Procgen's
     `num_threads`, `distribution_mode`, `num_levels` and `start_level`. With `capture_video`, environment 0 is filmed
-    once `envs.video.folder` is set. Raises InputError if there is no such game or task, or its settings cannot work.
-    """
+    once `envs.video.folder` is set. Raises InputError if there is no such game or task, or its settings cannot work."""
     check_envs(env_id, num_envs, num_groups, **settings)
     if num_groups > 1:
         settings |= {"env_id": env_id, "num_envs": num_envs // num_groups}
@@ -67,11 +64,9 @@ def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
 
 
 class Envs(RecordEpisodeStatistics):
-    """A vector environment with episode statistics, steps in two halves, and a state that a checkpoint can hold.
-
-    `obs` [N, ...] are the observations that await actions. `groups` lists environments that are stepped together, with
-    the slice of their numbers: here a single group.
-    """
+    """A vector environment with episode statistics, steps in two halves, and a state that a checkpoint can hold. `obs`
+    [N, ...] are the observations that await actions. `groups` lists environments that are stepped together, with the
+    slice of their numbers: here a single group."""
 
     def __init__(self, envs: VectorEnv):
         super().__init__(envs)
@@ -87,7 +82,7 @@ class Envs(RecordEpisodeStatistics):
         self.obs, infos = super().reset(seed=seed, options=options)
         return self.obs, infos
 
-    def step(self, actions: np.ndarray) -> Step:
+    def step(self, actions: np.ndarray) -> tuple:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
         self.obs, rewards, terminations, truncations, infos = super().step(actions)
         last = infos["final_obs"][infos["_final_obs"]] if "final_obs" in infos else ()
@@ -102,7 +97,7 @@ class Envs(RecordEpisodeStatistics):
             self.unwrapped.start(actions)
         self.actions = actions
 
-    def step_wait(self) -> Step:
+    def step_wait(self) -> tuple:
         return self.step(self.actions)
 
     def state_dict(self) -> list[State]:
@@ -228,6 +223,7 @@ def check_envs(
             f"{lacking} has no {distribution_mode} mode: {mode} works with {', '.join(known)}.": lacking,
             f"{mode} plays a single game: choose one of {', '.join(games)}.": fixed and len(games) > 1,
             f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and (num_levels or start_level),
+            f"--num-envs {num_envs} takes {num_envs / 1000:.0f} GB: lower it.": num_envs * 1e6 > HOST_MEMORY,
             f"--num-threads {num_threads} is out of range: use 0 to 1024.": not 0 <= num_threads <= 1024,
             f"{start} and {levels} are too large: their sum must stay below 2**31.": start_level + num_levels >= 2**31,
             f"{start} has no effect while the levels are unlimited: set {levels}, too.": start_level and not num_levels,

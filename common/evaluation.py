@@ -1,7 +1,7 @@
 """Evaluation on held-out levels. It plays the same first episodes of the same environments each time, with random
-numbers of its own: so it depends on the agent alone, and changes nothing in the run.
-"""
+numbers of its own: so it depends on the agent alone, and changes nothing in the run."""
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -46,6 +46,7 @@ class HeldOut:
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
+        agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
         state, generator = None, torch.Generator(self.device).manual_seed(self.seed)
         episodes = [[] for _ in range(self.envs.num_envs)]
         while min(map(len, episodes)) < quota:
@@ -108,7 +109,7 @@ class Evaluator:
         metrics, rows, total = {}, [], self.held_out.envs.num_envs * self.quota
 
         def on_step(finished: int) -> None:
-            run.show(step, f"evaluation: {finished}/{total} episodes")
+            run.show(step, f"evaluation {finished}/{total}")
 
         for policy, tag in (("stochastic", "eval"), ("greedy", "eval/greedy")):
             returns, lengths = self.held_out.play(self.agent, self.quota, policy == "greedy", on_step)

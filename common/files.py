@@ -12,6 +12,8 @@ from typing import IO, Any
 
 from common.errors import InputError
 
+ROOT = Path(__file__).parent.parent  # of the repository
+
 
 def make_run_dir(args: Any) -> Path:
     """Make the folder of a run that starts now: <runs_dir>/<env>__<script>__<seed>__<seconds since 1970>."""

@@ -1,8 +1,6 @@
 """CPU kernels for the convolutions, max-pooling and residual blocks of the IMPALA encoder.
-
 PyTorch's leave much of the processor idle in convolutions of 3, 16 and 32 channels, and each ReLU, residual sum or
-max-pooling passes through all of the memory once more. `benchmarks/NOTES.md` has what ours gain.
-"""
+max-pooling passes through all of the memory once more. `benchmarks/NOTES.md` has what ours gain."""
 
 import ctypes
 import functools

@@ -11,11 +11,9 @@ CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take
 
 
 def micro_batches(minibatch: Tensors, size: int | None, dim: int = 0, at_most: int | None = None) -> Iterator[Tensors]:
-    """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given.
-
-    With `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has
-    room for, at least one. `size` None: 512 on a CPU; the whole minibatch on a GPU, which small pieces leave idle.
-    """
+    """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given. With
+    `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has room
+    for, at least one. `size` None: 512 on a CPU; the whole minibatch on a GPU, which small pieces leave idle."""
     first = minibatch[0]
     if size is None:
         size = CPU_MICRO_BATCH if first.device.type == "cpu" else first.shape[: dim + 1].numel()
@@ -27,10 +25,9 @@ def backward(
     loss_of: Callable, minibatch: Tensors, size: int | None, world: Any, dim: int = 0, at_most: int | None = None
 ) -> dict[str, Tensor]:
     """Compute the gradient of the mean loss of a minibatch in `micro_batches`, and average it over the ranks (`world`).
-
-    `loss_of` takes a piece of each tensor and returns the loss and metrics, means over the piece. Weighted by the sizes
-    of the pieces, their gradients add up to that of the whole. Returns the metrics of this rank, on the device.
-    """
+    `loss_of` takes a piece of each tensor and returns the loss and metrics, means over the piece. The gradients of the
+    pieces, weighted by size, add up to that of the whole. Random numbers that `loss_of` draws (for augmentation, say)
+    would depend on `size`: draw them before this call. Returns the metrics of this rank, on the device."""
     total = {}
     for piece in micro_batches(minibatch, size, dim, at_most):
         share = piece[0].shape[dim] / minibatch[0].shape[dim]

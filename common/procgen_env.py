@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-# fmt: off
 PROCGEN_GAMES = [
-    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
-    "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
+    *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot"),
+    *("heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
 ]
-# fmt: on
 # The C++ code aborts the whole process on any other pair of game and mode.
 PROCGEN_MODES = {
     "easy": PROCGEN_GAMES,
@@ -29,8 +27,7 @@ class ProcgenVectorEnv(VectorEnv):
     Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
     the last frame of an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws
     (`rand_seed`), of `num_levels` levels from `start_level` on (0 for no limit). `num_threads` 0 steps the environments
-    in the caller's thread. `render` draws 512x512 frames as well.
-    """
+    in the caller's thread. `render` draws 512x512 frames as well."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 

@@ -1,11 +1,14 @@
 """Where a run's numbers come from: command, commit, versions, machine."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 
+from common.files import ROOT
 from common.settings import flag
 
 UTC = "%Y-%m-%dT%H:%M:%SZ"
@@ -23,27 +27,25 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     words = [*launcher.split(), script]
     for field in dataclasses.fields(args):
         value, name = getattr(args, field.name), flag(field.name)
-        if isinstance(value, bool) and value != field.default:
-            words.append(name if value else name.replace("--", "--no-", 1))
-        elif value != field.default:
-            words += [name, str(value)]
+        if value != field.default:
+            words += [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, str(value)]
     return shlex.join(words)
 
 
-def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
-    """Command, commit, whether the tree had changes, versions, machine and time."""
+def provenance(command_line: str, script: str, device: torch.device) -> dict[str, Any]:
+    """Command, script and its hash, commit, whether the tree had changes, versions, machine and time."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}  # PyTorch's with its build (+cu130)
     for package in ("numpy", "gymnasium", "procgen", "procgen-mirror"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    cpu = platform.processor()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = (re.findall("model name\t: (.*)", cpuinfo) or [platform.processor()])[0]
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     status = git("status", "--porcelain", "--", "*.py")  # a new script counts, run folders do not
     return {
         "command": command_line,
+        "script": script,
+        "script_sha256": hashlib.sha256((ROOT / script).read_bytes()).hexdigest(),
         "commit": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
         "versions": versions,
@@ -55,7 +57,6 @@ def provenance(command_line: str, device: torch.device) -> dict[str, Any]:
 def git(*words: str) -> str | None:
     """What git says of this source tree; None where it is no checkout or git is missing."""
     try:
-        folder = Path(__file__).parent.parent
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,11 +1,10 @@
 """Finding the run that `--resume` asks for."""
 
+import argparse
 import dataclasses
 import sys
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-import tyro
 
 from common.checkpoint import newest_checkpoint
 from common.errors import InputError
@@ -28,14 +27,11 @@ class Resumed(NamedTuple):
     checkpoint: dict[str, Any]
 
 
-@dataclasses.dataclass
-class Resume:
-    resume: str | None = None
-
-
 def saved_args(args_class: type) -> Any:
     """Defaults for the command line: the settings of the run that `--resume RUN_DIR` names, or else `args_class()`."""
-    folder = tyro.cli(Resume, args=sys.argv[1:], return_unknown_args=True, add_help=False)[0].resume
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    folder = parser.parse_known_args()[0].resume
     if folder in (None, "None", "auto"):
         return args_class()
     settings = read_json(Path(folder, "args.json"))
@@ -48,21 +44,19 @@ def saved_args(args_class: type) -> Any:
 
 
 def find_run(args: Any, script: str, world: World) -> Resumed | None:
-    """Find, lock and read the run that `--resume` asks for; None for a new run.
-
-    `auto` takes the newest run in `--runs-dir` that is unfinished, not in use, and has the same settings and number of
-    ranks. Ranks that torchrun has restarted go on with the run that they were making. Raises InputError if there is no
-    such run, it has no readable checkpoint or is in use, or a setting differs that must not change.
-    """
+    """Find, lock and read the run that `--resume` asks for; None for a new run. `auto` takes the newest run in
+    `--runs-dir` that is unfinished, not in use, and has the same settings and number of ranks. Ranks that torchrun has
+    restarted go on with the run that they were making. Raises InputError if there is no such run, it has no readable
+    checkpoint or is in use, or a setting differs that must not change."""
     ranks, complete = world.world_size, world.restarted  # a rank may have died at the very end
 
     def search() -> Resumed | None:
         if args.resume not in (None, "auto"):
-            return open_run(Path(args.resume), args, script, ranks, complete)
+            return read_run(Path(args.resume), args, script, ranks, complete)
         for path, finished in runs_of(args, script, ranks) if args.resume or world.restarted else ():
             try:
                 if complete or not finished:
-                    return open_run(path, args, script, ranks, complete)
+                    return read_run(path, args, script, ranks, complete)
             except InputError as error:
                 print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
         return None
@@ -71,11 +65,9 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
 
 
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
-    """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended.
-
-    Of the settings that a resumed run may change, the number of steps must be the same, and if `args` ask for
-    evaluations, so must the evaluations: a run cannot make up for those that it has gone past.
-    """
+    """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended. Of the
+    settings that a resumed run may change, the number of steps must be the same, and if `args` ask for evaluations, so
+    must the evaluations: a run cannot make up for those that it has gone past."""
     evaluations = {name for name in vars(args) if name.startswith("eval_")} if args.eval_interval else set()
     found, may_differ = [], MAY_CHANGE - {"total_timesteps"} - evaluations
     for path in Path(args.runs_dir).glob("*/"):
@@ -92,7 +84,7 @@ def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> li
     return [name for name, value in fixed.items() if name not in settings or settings[name] != value]
 
 
-def open_run(path: Path, args: Any, script: str, ranks: int, complete: bool) -> Resumed:
+def read_run(path: Path, args: Any, script: str, ranks: int, complete: bool) -> Resumed:
     """Lock and read a run; a complete one only if `complete` allows it."""
     try:
         lock = lock_folder(path)

@@ -8,8 +8,8 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from common.envs import finished_episodes
 from common.errors import InputError, TrainingError
-from common.files import lock_folder, make_run_dir, read_json, write_atomically, write_json
+from common.files import ROOT, lock_folder, make_run_dir, read_json, write_atomically, write_json
 from common.procgen_env import PROCGEN_GAMES
 from common.provenance import UTC, command, provenance
 
-CSV_COLUMNS = {
-    "progress.csv": ("step", "seconds", "episodes", "episodic_return", "last_100_return"),
-    "episodes.csv": ("step", "seconds", "env", "episodic_return", "episodic_length"),
-    "eval.csv": (
-        *("step", "seconds", "policy", "env_id"),
-        *("episodes", "episodic_return", "standard_error", "episodic_length", "normalized_return"),
-    ),
+CSV_COLUMNS = {  # after "step" and "seconds"
+    "progress.csv": "episodes episodic_return last_100_return",
+    "episodes.csv": "env episodic_return episodic_length",
+    "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return",
 }
 FLUSH_SECONDS = 2  # a signal may cost TensorBoard's thread its wake-up; `close` then waits for its next flush
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
@@ -39,12 +36,10 @@ LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 class Run:
     """One run's folder and its progress display. Rank zero writes; episodes and metrics of the others reach it.
 
-    The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), TensorBoard events,
-    `progress.csv` (a row per iteration), `episodes.csv` (a row per episode) and `eval.csv`. `script` is the file name
-    of the script, `world` the ranks (`common.world`, a layer above), `resumed` what `find_run` returned.
-
-    Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses (no login, say).
-    """
+    The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), a copy of the script
+    (`script` is its path from the repository's root), TensorBoard events, `progress.csv` (a row per iteration),
+    `episodes.csv` (a row per episode) and `eval.csv`. `world` are the ranks, `resumed` is what `find_run` returned.
+    Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses (no login, say)."""
 
     def __init__(
         self, args: Any, *, script: str, device: Any, total_steps: int, num_parameters: int, world: Any, resumed: Any
@@ -63,21 +58,23 @@ class Run:
         if world.rank == 0:
             task = args.env_id + (f" ({args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else "")
             header = f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision}"
-            header += f" | {num_parameters:,} parameters"
-            header += f" | {world.world_size} ranks" if world.world_size > 1 else ""
-            print(f"{header} | {self.path}" + (f" | resumed at step {self.step:,}" if resumed else ""), flush=True)
+            ranks = f" | {world.world_size} ranks" if world.world_size > 1 else ""
+            at = f" | resumed at step {self.step:,}" if resumed else ""
+            print(f"{header} | {num_parameters:,} parameters{ranks} | {self.path}{at}", flush=True)
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
         settings = dataclasses.asdict(self.args)
-        self.meta = provenance(command(self.args, self.script, self.world.launcher), self.device)
-        self.meta |= {"script": self.script, "ranks": self.world_size, "finished": None, "resumed": []}
+        self.meta = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
+        self.meta |= {"ranks": self.world_size, "finished": None, "resumed": []}
         self.path = path = resumed.path if resumed else make_run_dir(self.args)
         self.lock = resumed.lock if resumed else lock_folder(path)
         if resumed:
             self.meta = self.resumed_meta(self.meta)
             self.cut_logs()
             time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
+        else:
+            shutil.copy(ROOT / self.script, path)
         write_json(path / "meta.json", self.meta)
         write_json(path / "args.json", settings)  # what makes the folder one to resume
         if self.args.track:
@@ -86,7 +83,7 @@ class Run:
         self.csv = {name: csv.writer(file, lineterminator="\n") for name, file in self.files.items()}
         for name, columns in CSV_COLUMNS.items():
             if not (path / name).stat().st_size:
-                self.csv[name].writerow(columns)
+                self.csv[name].writerow(["step", "seconds", *columns.split()])
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
         self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
         if resumed is None:
@@ -108,21 +105,28 @@ class Run:
 
     def resumed_meta(self, meta: dict[str, Any]) -> dict[str, Any]:
         """The run's first `meta.json`, with this process added to the list of those that resumed it."""
-        here = {key: meta[key] for key in ("commit", "dirty", "versions", "machine", "started")} | {"step": self.step}
+        here = {name: meta[name] for name in ("script_sha256", "commit", "dirty", "versions", "machine", "started")}
         first = read_json(self.path / "meta.json")
         if not isinstance(first.get("resumed"), list):
             print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
             first = meta
-        return first | {"command": meta["command"], "finished": None, "resumed": [*first["resumed"], here]}
+        if first.get("script_sha256") != meta["script_sha256"]:
+            print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
+        return first | {
+            "command": meta["command"],
+            "finished": None,
+            "resumed": [*first["resumed"], here | {"step": self.step}],
+        }
 
     def cut_logs(self) -> None:
         """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short."""
-        for name in CSV_COLUMNS:
-            with suppress(FileNotFoundError):
-                header, *rows = (self.path / name).read_text().splitlines(keepends=True) or [""]
-                steps = [row.partition(",")[0] for row in rows]
-                kept = [row for row, at in zip(rows, steps, strict=True) if row[-1] == "\n" and int(at) <= self.step]
-                write_atomically(self.path / name, "".join([header, *kept]).encode())
+        for file in (self.path / name for name in CSV_COLUMNS):
+            if not file.exists():
+                print(f"warning: {file} is gone and starts anew", file=sys.stderr)
+                continue
+            header, *rows = file.read_text().splitlines(keepends=True) or [""]
+            kept = [row for row in rows if row[-1] == "\n" and int(row.partition(",")[0]) <= self.step]
+            write_atomically(file, "".join([header, *kept]).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics of the episodes. Every rank calls it."""
@@ -130,24 +134,18 @@ class Run:
         statistics = {"recent": list(self.recent), "new_returns": self.new_returns.copy()}
         return statistics | {"num_episodes": self.num_episodes, "seconds": time.monotonic() - self.start}
 
-    @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Turn an error of the file system into a TrainingError: a log with a gap would not be the run's log."""
-        try:
-            yield
-        except OSError as error:
-            raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
-
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
         """Write finite scalars to TensorBoard, and rows to CSVs by name, which get the seconds since the start."""
         seconds = f"{time.monotonic() - self.start:.1f}"
-        with self.logging():
+        try:
             for tag, value in scalars.items():
                 if np.isfinite(value):
                     self.writer.add_scalar(tag, value, step)
             for name, cells in [(name, row) for name, each in rows.items() for row in each]:
                 cells = (f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells)
                 self.csv[name].writerow((step, seconds, *cells))
+        except OSError as error:  # a log with a gap would not be the run's log
+            raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 
     def episodes(self, step: int, infos: Mapping[str, Any], first_env: int = 0) -> None:
         """Record every episode that a step of a vector environment has finished; `first_env` is its first number."""
@@ -187,7 +185,7 @@ class Run:
         self.show(step, last=step >= self.total_steps)
 
     def summary(self) -> str:
-        return f"last-100-episodes return {mean(self.recent):.2f}" if self.recent else "no episode finished yet"
+        return f"return {mean(self.recent):.2f}" if self.recent else "no episode yet"
 
     def show(self, step: int, phase: str = "", last: bool = False) -> None:
         """Show a line of progress: the same again and again on a terminal, elsewhere a new one now and then."""
@@ -195,8 +193,9 @@ class Run:
         if self.world.rank or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
             return
         self.last_shown, sps = now, step / (now - self.start)
-        left = timedelta(seconds=round(max(0, self.total_steps - step) / sps))
-        line = f"step {step:,}/{self.total_steps:,}  SPS {sps:.0f}  {self.summary()}  ETA {left}  {phase}".rstrip()
+        hours, minutes = divmod(round(max(0, self.total_steps - step) / sps / 60), 60)
+        line = f"{step:,}/{self.total_steps:,}  {sps:.0f} steps/s  {self.summary()}  ETA {hours}:{minutes:02} h"
+        line = f"{line}  {phase}".rstrip()
         if terminal:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
         print(line, end="" if terminal else "\n", flush=True)
@@ -206,12 +205,12 @@ class Run:
         if self.world.rank:
             return
         if end == "done":
-            with self.logging():
-                write_json(self.path / "meta.json", self.meta | {"finished": time.strftime(UTC, time.gmtime())})
+            write_json(self.path / "meta.json", self.meta | {"finished": time.strftime(UTC, time.gmtime())})
         self.close()
         seconds = time.monotonic() - self.start
-        text = f"{self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} SPS), "
-        print(f"{end}: {text}{self.num_episodes:,} episodes, {self.summary()} | model: {self.path / 'model.pt'}")
+        text = f"{self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} steps/s), "
+        text += f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
+        print(f"{end}: {text} | model: {self.path / 'model.pt'}")
 
     def close(self) -> None:
         """Close all files and unlock the folder. A failed write is reported elsewhere."""

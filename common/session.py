@@ -1,6 +1,8 @@
 """What a script trains in, from its settings to the end of its run."""
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,10 +20,11 @@ from common.device import resolve_precision, setup_device
 from common.envs import EnvGroups, Envs, group_seed, make_envs
 from common.errors import InputError, TrainingError
 from common.evaluation import Evaluator
+from common.files import ROOT
 from common.load import load_weights
 from common.resume import find_run, saved_args
 from common.run import Run
-from common.settings import parse
+from common.settings import HOST_MEMORY, parse
 from common.signals import hold_signals, one_line_errors
 from common.world import init_world
 
@@ -30,15 +33,13 @@ RANK_SEEDS = 20_000  # in place of a group's number: seeds unlike those of group
 
 class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
-
     Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
     `total_steps` and `num_iterations`, at which the run will end; `save(step)`, which keeps a copy to resume from.
-    Raises InputError for settings that cannot work, or a run that cannot be resumed, before anything is written.
-    """
+    Raises InputError for settings that cannot work, or a run that cannot be resumed, before anything is written."""
 
     def __init__(self, args: Any, script: str):
         args.validate()
-        self.script, self.world = Path(script).name, init_world(args.device)
+        self.script, self.world = os.path.relpath(script, ROOT), init_world(args.device)
         precision = resolve_precision(args.precision, args.device)
         self.args = args = self.world.share_settings(replace(args, precision=precision))
         self.resumed = find_run(args, self.script, self.world)
@@ -55,11 +56,13 @@ class Session:
         """Make and reset `num_envs` environments of actor `number` (None: all, in `--num-env-groups` groups)."""
         args, names = self.args, ("distribution_mode", "num_levels", "start_level", "num_threads")
         settings = {name: getattr(args, name) for name in names} | {"seed": group_seed(self.seed, number)}
-        settings |= {"capture_video": args.capture_video and number == 0}
-        settings |= {} if num_envs else {"num_groups": args.num_env_groups}
-        envs = make_envs(args.env_id, num_envs or args.num_envs, **settings)
+        video, groups = args.capture_video and number == 0, 1 if num_envs else args.num_env_groups
+        envs = make_envs(args.env_id, num_envs or args.num_envs, capture_video=video, num_groups=groups, **settings)
         self.envs.append(envs)
         envs.reset(seed=self.seed + number * (num_envs or 0))
+        batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // envs.num_envs
+        if batch > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
+            raise InputError(f"the observations of a batch take {batch / 1e9:,.0f} GB: lower --num-steps.")
         return envs
 
     def make_intrinsic(self, envs: Envs | EnvGroups, epochs: int) -> intrinsic.Intrinsic | None:
@@ -123,6 +126,13 @@ class Session:
                 error = TrainingError(*error.args)
             if isinstance(error, NotImplementedError) and self.checkpoints is None:  # of a space, by the networks
                 raise InputError(f"--env-id {self.args.env_id}: {error}.") from error
+            if isinstance(error, MemoryError) or re.search(
+                "out of memory|allocate memory|overflowed|Overflow", str(error)
+            ):
+                advice = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
+                if self.checkpoints is None:
+                    raise InputError(f"{advice}.") from error
+                error = TrainingError(advice)
             if self.checkpoints is not None:
                 hold_signals()
                 self.checkpoints.close(error)

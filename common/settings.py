@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import tyro
 from common.errors import InputError
 
 T = TypeVar("T", int, float)
+HOST_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
 
 class Limits(NamedTuple):

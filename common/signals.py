@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, TextIO
 
 from common.errors import InputError, TrainingError
 
@@ -18,12 +19,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print an InputError or a TrainingError as one line on stderr, and exit with 2 or 1.
-
-    A signal exits with 128 plus its number (Ctrl-C: 130), by way of KeyboardInterrupt. Only a script's main guard uses
-    this: code that calls `main(Args(...))` gets the exceptions themselves.
-    """
-    code, interrupt, threading.excepthook = 0, Interrupt(), skip_log_writer
+    """Print an InputError or a TrainingError as one line on stderr, and exit with 2 or 1. A signal exits with 128 plus
+    its number (Ctrl-C: 130), by way of KeyboardInterrupt. Only a script's main guard uses this: code that calls
+    `main(Args(...))` gets the exceptions themselves."""
+    code, interrupt = 0, Interrupt()
+    threading.excepthook = lambda failure: (  # an error of TensorBoard's thread comes in the main thread, too
+        type(failure.thread).__module__.startswith("tensorboard.") or threading.__excepthook__(failure)
+    )
+    sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script, or under nohup
             signal.signal(number, interrupt)
@@ -47,6 +50,24 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(code)
 
 
+class Outlet:
+    """A stream of text that may be closed, full or gone, which neither ends a run nor changes its exit code."""
+
+    def __init__(self, stream: TextIO | None):  # None: closed from the start
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class Interrupt:
     """A signal handler that raises KeyboardInterrupt, but not twice within some seconds: that would cut the way out
     short. Later signals count, since Python loses an exception that is raised in an object's finaliser."""
@@ -65,9 +86,3 @@ def hold_signals() -> None:
         if isinstance(signal.getsignal(number), Interrupt):
             # Not SIG_IGN: Python reports an error if a signal that has already arrived finds SIG_IGN.
             signal.signal(number, lambda signum, frame: None)
-
-
-def skip_log_writer(failure: threading.ExceptHookArgs) -> None:
-    """Report an error of a thread, but not of TensorBoard's writer: the main thread raises the same error."""
-    if type(failure.thread).__module__.partition(".")[0] != "tensorboard":
-        threading.__excepthook__(failure)

@@ -1,17 +1,17 @@
 """Videos of an environment."""
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from gymnasium.vector import VectorWrapper
 
 
-def open_video(path: Path, fps: float) -> Any:
+def open_video(file: Path | IO, fps: float) -> Any:
     """An MP4 with a method `write_frame` for uint8 [height, width, 3], and `close`. Needs the package av."""
     import imageio.v3  # comes with procgen; only videos need it
 
-    writer = imageio.v3.imopen(str(path), "w", plugin="pyav")
+    writer = imageio.v3.imopen(file, "w", plugin="pyav", extension=".mp4")
     writer.init_video_stream("libx264", fps=fps)
     return writer
 

@@ -1,8 +1,6 @@
 """The processes that make a run: one, or the ranks that torchrun starts, with environments of their own each.
-
 Ranks train one agent (data parallelism). NCCL connects GPUs, Gloo all else. Every rank makes the same calls in the same
-order. When a rank dies, the others get an error; torchrun stops them and, with `--max-restarts`, starts all again.
-"""
+order. When a rank dies, the others get an error; torchrun stops them and, with `--max-restarts`, starts all again."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -79,7 +77,7 @@ class ProcessGroup(World):
         self.restarted = restarts != "0"
         self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
         self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        self.device, self.parameters, backend = resolve_device(device), [], "gloo"
+        self.device, self.networks, backend = resolve_device(device), [], "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
@@ -88,8 +86,7 @@ class ProcessGroup(World):
             # torchrun keeps its store when it restarts the ranks, and with it the addresses of dead ranks
             # (https://github.com/pytorch/pytorch/issues/135712): hence other keys after each restart.
             store = dist.PrefixStore(f"start {restarts}", store)
-            ranks = {"rank": self.rank, "world_size": self.world_size}
-            dist.init_process_group(backend, store=store, timeout=TIMEOUT, **ranks)
+            dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=self.rank, world_size=self.world_size)
             self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     @contextmanager
@@ -160,14 +157,17 @@ class ProcessGroup(World):
             with self.sending():
                 for tensor in network.state_dict().values():
                     dist.broadcast(tensor, src=0)
-            self.parameters += network.parameters()
+            self.networks.append(network)
 
     def all_reduce_gradients(self) -> None:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = [x.grad for network in self.networks for x in network.parameters() if x.grad is not None]
         joined = self.all_reduce(torch.cat([gradient.flatten() for gradient in gradients])) / self.world_size
         means = joined.split([gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
+        with self.sending():
+            for buffer in (x for network in self.networks for x in network.buffers()):
+                dist.broadcast(buffer, src=0)  # statistics of batch normalisation are rank zero's, as in PyTorch's DDP
 
     def destroy(self) -> None:
         with self.sending():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import fast
 import gymnasium as gym
@@ -375,6 +376,61 @@ def test_command_line_failed_run(script, tmp_path):
     assert re.match("error: (losses/|an output of the policy)", line)
     assert str(check_model(runs)) in line
     assert "done:" not in process.output
+
+
+@pytest.mark.parametrize("stream", ["pipe", "full", "closed"])
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("raise TrainingError", 1), ("raise KeyboardInterrupt", 130)])
+def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stream, end, code, tmp_path):
+    """A reader that has gone (`| head -1`), a full disk, a stream that was closed before (`2>&-`)."""
+    program = f"""
+import sys
+from pathlib import Path
+from common.errors import TrainingError
+from common.signals import one_line_errors
+with one_line_errors():
+    for stream in (sys.stdout, sys.stderr):
+        stream.isatty()
+        for _ in range(3):
+            print("a" * 10_000, file=stream, flush=True)
+    Path({str(tmp_path / "done")!r}).touch()
+    {end}
+"""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    redirect = " >&- 2>&-" if stream == "closed" else ""
+    with open(pipe if stream == "pipe" else "/dev/full", "w") as file:
+        command = ["sh", "-c", f'exec "$0" -c "$1"{redirect}', sys.executable, program]
+        process = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file)
+    assert process.returncode == code
+    assert (tmp_path / "done").exists()
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"feature_dim": 10**9, "hidden_dim": 10**4}, "out of memory: lower --micro-batch-size, --num-envs, "),
+        ({"env_id": "starpilot", "num_envs": 10**6}, "--num-envs 1000000 takes 1000 GB: lower it."),
+        ({"num_steps": 10**20}, "the observations of a batch take 6,400,000,000,000 GB: lower --num-steps."),
+        ({"feature_dim": 10**20}, "out of memory: lower --micro-batch-size, --num-envs, "),
+        ({"num_steps": 10**11}, "the observations of a batch take 6,400 GB: lower --num-steps."),
+    ],
+    ids=["feature_dim", "num_envs", "digits", "digits of feature_dim", "num_steps"],
+)
+def test_what_no_memory_can_hold(script, settings, words, tmp_path):
+    check_rejected(script, tmp_path, settings, words)
+
+
+@ALL
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_out_of_memory_in_training(script, error, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "update", mock.Mock(side_effect=error))
+    with pytest.raises(
+        TrainingError, match=r"^out of memory: lower --micro-batch-size, .*: the run stops; its last good"
+    ):
+        script.main(make_args(script, tmp_path))
 
 
 def test_signals_that_arrive_together():

@@ -4,6 +4,8 @@ import csv
 import importlib
 import json
 import os
+import re
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from ranks import Ranks
 
 import ppo
 from common import device, session
+from common.envs import make_envs
 from common.errors import InputError
 from common.run import Run
 from common.settings import parse
@@ -59,8 +62,10 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
     (run_dir / "meta.json").write_text(json.dumps(killed))
     with pytest.raises(InputError, match="let it end first"):
         collect.collect(run_dir)
-    with pytest.raises(InputError, match="is no run folder"):
-        collect.collect(tmp_path)
+    for name in ("meta.json", "args.json"):
+        (run_dir / name).unlink()
+        with pytest.raises(InputError, match=f"is no run folder: it has no readable {name}"):
+            collect.collect(run_dir)
 
 
 def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
@@ -75,21 +80,66 @@ def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
         collect.collect(other_rate)
 
 
+@pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("..", "-"), ("", "-"), ("a/b.5", "a-b.5")])
+def test_collect_stays_among_the_results(exp_name, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
+    args = {"distribution_mode": "easy", "num_levels": 0, "exp_name": exp_name, "env_id": "maze", "seed": 1}
+    monkeypatch.setattr(collect, "finished_run", lambda run_dir: (args, {"command": "python ppo.py"}, "curve"))
+    assert collect.collect(tmp_path) == tmp_path / "results" / "easy-all" / folder / "maze" / "seed1.csv"
+
+
 def test_collect_compares_what_makes_a_run():
     """Not where it was run, on what, or what a resumed run may change."""
     plain = "python ppo.py --env-id maze --learning-rate 1e-4 --total-timesteps 100"
     same = "python ppo.py --seed 3 --total-timesteps 100 --device cuda:1 --no-torch-deterministic --env-id maze "
     same += "--learning-rate 1e-4 --checkpoint-interval 0.5 --wandb-project-name 'a b' --track"
     assert collect.same_settings(plain) == collect.same_settings(same)
-    for other in (plain.replace("1e-4", "1e-5"), plain.replace("100", "200"), plain + " --anneal-lr", plain[:-22]):
+    others = plain.replace("1e-4", "1e-5"), plain.replace("100", "200"), plain + " --anneal-lr", plain[:-22]
+    for other in (*others, plain.replace("ppo.py", "ideas/ppo.py")):
         assert collect.same_settings(other) != collect.same_settings(plain)
 
 
 def test_random_returns_have_the_quota_of_every_environment():
-    returns = random_policy.random_returns("fruitbot", random_policy.Args(num_envs=4, episodes=3))
+    returns = random_policy.random_returns(make_envs("fruitbot", 4, seed=1), episodes=3, seed=1)
     assert returns.shape == (4, 3)
     assert np.isfinite(returns).all()
     assert len(np.unique(returns)) > 1
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "TestBits-v0"])
+def test_random_actions_of_any_kind(env_id, capsys):
+    random_policy.main(random_policy.Args(env_ids=(env_id,), num_envs=2, episodes=1))
+    assert re.search(r" -?\d+\.\d\d \+- \d+\.\d\d \(2 episodes\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"env_ids": ("maze", "nothing")}, "'nothing' is not known"),
+        ({"env_ids": ("maze", "coinrun,maze"), "num_envs": 3}, "--num-envs 3 cannot be shared"),
+        ({"env_ids": ("CartPole-v1",), "distribution_mode": "hard"}, "are for Procgen"),
+        ({"distribution_mode": "simple"}, "--distribution-mode simple"),
+        ({"num_envs": 0}, "--num-envs 0"),
+        ({"episodes": 0}, "--episodes 0"),
+        ({"seed": -1}, "--seed -1"),
+    ],
+)
+def test_random_policy_refuses_what_cannot_work(settings, words, monkeypatch):
+    monkeypatch.setattr(random_policy, "random_returns", None)  # nothing is played
+    with pytest.raises(InputError, match=words):
+        random_policy.main(random_policy.Args(**settings))
+
+
+def run_tool(name, *words):
+    sys.argv = [name, *words]
+    runpy.run_path(str(Path(random_policy.__file__).with_name(name)), run_name="__main__")
+
+
+def test_random_policy_says_it_in_one_line(tmp_path):
+    with Fork(tmp_path, run_tool, "random_policy.py", "--env-ids", "maze", "nothing") as process:
+        assert process.wait() == 2
+    assert not process.output
+    assert re.fullmatch(r"error: .* 'nothing' is not known.*\n", process.errors)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])

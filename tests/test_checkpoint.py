@@ -4,7 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import gc
-import importlib.util
+import hashlib
 import io
 import itertools
 import json
@@ -484,10 +484,10 @@ def test_signals_write_a_checkpoint(script, sent, code, tmp_path, monkeypatch, c
         process.wait_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")))
         process.send(sent)
         assert process.wait(10) == code
-    assert process.errors == f"stopped by {'Ctrl-C' if sent == signal.SIGINT else sent.name}\n"
     (path,) = runs.iterdir()
-    again = process.output.splitlines()[-1].removeprefix("resume with: ")
-    assert again == f"python {script.__name__}.py --resume {path}"
+    again = f"python {script.__name__}.py --resume {path}"
+    name = "Ctrl-C" if sent == signal.SIGINT else sent.name
+    assert process.errors == f"resume with: {again}\nstopped by {name}\n"
     stopped_at = checkpoint.newest_checkpoint(path)["step"]
     assert stopped_at == torch.load(path / "model.pt", weights_only=True)["step"] >= 3 * 16
     monkeypatch.setattr(sys, "argv", [*shlex.split(again)[1:], f"--total-timesteps={stopped_at + 64}"])
@@ -658,6 +658,24 @@ def test_only_the_run_s_own_logs_are_cut(run_copy, undisturbed):
     check_same_run(path, undisturbed(ppo))
 
 
+def test_a_log_that_is_gone_is_missed(run_copy, capsys):
+    path = run_copy(ppo)
+    (path / "episodes.csv").unlink()
+    resume(ppo, path)
+    assert capsys.readouterr().err.count(f"warning: {path / 'episodes.csv'} is gone and starts anew\n") == 1
+    assert (path / "episodes.csv").read_text().startswith("step,seconds,env,")
+
+
+def test_the_command_that_resumes_a_run_works_where_it_was_started(tmp_path, monkeypatch, capsys):
+    """It is not printed for a run without a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    path = interrupted(ppo, 3, tmp_path / "runs", monkeypatch)
+    script = os.path.relpath(ppo.__file__, tmp_path)
+    assert capsys.readouterr().err.endswith(f"resume with: python {script} --resume {path}\n")
+    interrupted(ppo, 1, tmp_path / "others", monkeypatch)
+    assert capsys.readouterr().err.endswith("it has no checkpoint to resume\n")
+
+
 def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed):
     path = run_copy(ppo)
     newest, _ = checkpoint.checkpoint_files(path)
@@ -669,16 +687,50 @@ def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed):
     assert newest.with_suffix(".damaged").exists()
 
 
+def copied(file, monkeypatch, old="", new=""):
+    """The module of a copy of ppo.py, in which `new` takes the place of `old`."""
+    file.write_text(Path(ppo.__file__).read_text().replace(old, new, 1))
+    module = load.load_script(str(file))
+    monkeypatch.delitem(sys.modules, module.__name__)
+    return module
+
+
+def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "my.idea.py"
+    script = copied(file, monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, script, 3)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(make_args(script, tmp_path / "runs"))
+    (path,) = (tmp_path / "runs").iterdir()
+    first = file.read_text()
+    resume(script, path, total_timesteps=4 * 32)
+    assert "is not what it was" not in capsys.readouterr().err
+    resume(copied(file, monkeypatch, "PPO", "My PPO"), path, total_timesteps=5 * 32)
+    note = f"note: {os.path.relpath(file, ROOT)} is not what it was: this run began with the one in its folder\n"
+    assert capsys.readouterr().err.count(note) == 1
+    assert (path / file.name).read_text() == first != file.read_text()
+    meta = json.loads((path / "meta.json").read_text())
+    hashes = [meta["script_sha256"], *(each["script_sha256"] for each in meta["resumed"])]
+    assert hashes == [hashlib.sha256(text.encode()).hexdigest() for text in (first, first, file.read_text())]
+
+
+def test_a_refused_resume_changes_nothing(tmp_path, monkeypatch):
+    """Also where the network alone is another one, which the settings do not show."""
+    path = ppo.main(make_args(ppo, tmp_path / "runs"))
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    head = ppo.PolicyHead
+    monkeypatch.setattr(ppo, "PolicyHead", lambda space, dim, init_fn: torch.nn.Sequential(head(space, dim, init_fn)))
+    with pytest.raises(InputError, match="its checkpoint does not fit this script"):
+        resume(ppo, path, total_timesteps=1000)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
 def test_a_run_of_another_script_is_refused(run_copy, tmp_path, monkeypatch):
     path = run_copy(ppo)
-    (tmp_path / "other.py").write_text(Path(ppo.__file__).read_text())
-    spec = importlib.util.spec_from_file_location("other", tmp_path / "other.py")
-    other = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "other", other)
-    spec.loader.exec_module(other)
-    with pytest.raises(
-        InputError, match=f"^--resume {re.escape(str(path))}: that is a run of ppo.py, not of other.py.$"
-    ):
+    other = copied(tmp_path / "other.py", monkeypatch)
+    words = f"^--resume {re.escape(str(path))}: that is a run of ppo.py, not of .*/other.py.$"
+    with pytest.raises(InputError, match=words):
         resume(other, path)
     monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path)])
     with pytest.raises(InputError, match="was made by a script with other flags"):
@@ -888,8 +940,7 @@ def test_init_from_what_does_not_fit(run_copy, tmp_path):
             ppo.main(game_args(ppo, tmp_path / "new", init_from=str(source), **settings))
         assert not (tmp_path / "new").exists()
 
-    refused(path, "its network is another one .*: use the same flags", feature_dim=32)
-    refused(path, "its network is another one", env_id="Pendulum-v1")
+    refused(path, "nothing of its encoder fits this network: use the same flags", env_id="Pendulum-v1")
     refused(tmp_path / "nowhere", r"nowhere cannot be read \(No such file")
     refused(path / "args.json", "args.json is damaged, or not a file of tensors")
     torch.save({"step": 3}, tmp_path / "other.pt")

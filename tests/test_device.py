@@ -50,12 +50,6 @@ def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", [ppo, ppg])
-def test_a_rollout_that_does_not_fit(script):
-    with pytest.raises(InputError, match="lower --num-envs or --num-steps"):
-        script.new_rollout(2**20, 2**20, FRAMES, ACTIONS, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("script", [ppo, ppg])
 def test_learning_never_waits_for_the_device(script, monkeypatch):
     """On the meta device, whose tensors have no content, any `.item()`, `if tensor` or copy to the host raises."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no meta device
@@ -96,21 +90,21 @@ def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
 
 def test_frames_on_disk(tmp_path):
     place = tmp_path / "runs"
-    store = frame_store((3, 5, 7), torch.uint8, torch.device("cpu"), "--n-pi", str(place))
+    store = frame_store((3, 5, 7), torch.uint8, torch.device("cpu"), str(place))
     store.fill_(7)
     assert store.shape == (3, 5, 7)
     assert store.sum() == 7 * 105
     assert not list(place.iterdir())  # the file has no name
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line]
     assert mapped, "the frames lie in memory, not in a file"
-    floats = frame_store((2, 2), torch.float32, torch.device("cpu"), "--n-pi", str(place))
+    floats = frame_store((2, 2), torch.float32, torch.device("cpu"), str(place))
     assert floats.dtype == torch.float32
 
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_frames_that_fit_nowhere(disk, tmp_path):
-    with pytest.raises(InputError, match=r"lower --n-pi\.$"):
-        frame_store((2**45,), torch.uint8, torch.device("cpu"), "--n-pi", str(tmp_path) if disk else None)
+    with pytest.raises(InputError, match=r"lower --n-pi, --num-envs or --num-steps\.$"):
+        frame_store((2**45,), torch.uint8, torch.device("cpu"), str(tmp_path) if disk else None)
 
 
 def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatch, capsys):
@@ -118,11 +112,10 @@ def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10e9, 16e9))
     monkeypatch.setattr(torch, "empty", lambda shape, **options: made.append(options) or empty(0, dtype=torch.uint8))
     cuda = torch.device("cuda")
-    frame_store((10**9,), torch.uint8, cuda, "--n-pi", spill=True)
-    frame_store((3 * 10**9,), torch.uint8, cuda, "--n-pi")
-    assert [options["device"] for options in made] == [cuda, cuda]
+    frame_store((10**9,), torch.uint8, cuda)
+    assert made[-1]["device"] == cuda
     assert not capsys.readouterr().err
-    frame_store((3 * 10**9,), torch.uint8, cuda, "--n-pi", spill=True)
+    frame_store((3 * 10**9,), torch.uint8, cuda)
     assert made[-1]["pin_memory"]
     assert "3.0 GB of frames do not fit" in capsys.readouterr().err
 

@@ -176,7 +176,7 @@ def test_sigterm_and_resume(tmp_path):
         assert forks[0].wait() == 128 + signal.SIGTERM
         assert forks[1].wait() in (128 + signal.SIGTERM, 1)  # the latter where it finds the connection lost
     (path,) = runs.iterdir()
-    assert f"resume with: torchrun --nproc-per-node 2 ppo.py --resume {path}" in forks[0].output
+    assert f"resume with: torchrun --nproc-per-node 2 ppo.py --resume {path}" in forks[0].errors
     saved = newest_checkpoint(path)
     assert len(saved["ranks"]) == 2
     assert saved["ranks"][0]["random"] != saved["ranks"][1]["random"]

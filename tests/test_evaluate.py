@@ -1,10 +1,12 @@
 """benchmarks/evaluate.py: the figures and the video of a run's agent."""
 
+import math
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -59,6 +61,18 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "9 episodes" in output  # three of each environment
     assert "TestCount-v0 IQM: 5.000" in output
+
+
+def test_a_model_alone_or_a_checkpoint_has_the_same_figures(tmp_path):
+    run_dir = train(ppo, tmp_path, "CartPole-v1")
+    (tmp_path / "alone").mkdir()
+    alone = shutil.copy(run_dir / "model.pt", tmp_path / "alone" / "best.pt")
+    (checkpoint,) = run_dir.glob("checkpoints/*.pt")
+    sources = run_dir, Path(alone), checkpoint
+    expected, *found = (evaluate.main(evaluate.Args(each, episodes=4, num_envs=2, device="cpu")) for each in sources)
+    assert expected["CartPole-v1 mean"] > 5
+    for figures in found:
+        np.testing.assert_equal(figures, expected)  # with one that is NaN
 
 
 def test_figures_of_known_returns(tmp_path, monkeypatch):
@@ -121,8 +135,9 @@ def test_a_gif(bossfight, tmp_path):
 
 
 def test_environments_fill_the_grid_row_by_row(tmp_path):
-    with evaluate.Video(tmp_path / "out.gif", columns=3, seconds=1, size=4, fps=1) as video:
-        video.add([np.full((8, 8, 3), 40 * n, np.uint8) for n in range(6)])
+    video = evaluate.Video(tmp_path / "out.gif", columns=3, seconds=1, size=4, fps=1)
+    video.add([np.full((8, 8, 3), 40 * n, np.uint8) for n in range(6)])
+    video.finish()
     with Image.open(tmp_path / "out.gif") as gif:
         assert np.asarray(gif.convert("L"))[::4, ::4].tolist() == [[0, 40, 80], [120, 160, 200]]
 
@@ -143,23 +158,43 @@ def test_a_video(bossfight, tmp_path):
     envs.close()
 
 
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_a_full_disk_costs_the_video_but_no_figures(suffix, bossfight, tmp_path, capsys):
+    path = tmp_path / f"out{suffix}"
+    path.symlink_to("/dev/full")
+    args = evaluate.Args(bossfight, episodes=2, num_envs=2, device="cpu", video=path, video_grid=(2, 1), video_size=64)
+    with pytest.raises(InputError, match=rf"--video .*out{suffix} cannot be written \(No space left on device\)\.$"):
+        evaluate.main(args)
+    assert "bossfight mean length: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"episodes": 0}, "--episodes 0"),
+        ({"seed": -1}, "--seed -1"),
         ({"num_envs": 0}, "--num-envs 0"),
         ({"video": Path("out.avi")}, ".mp4 or .gif"),
-        ({"video": Path("nowhere/out.gif")}, "there is no nowhere"),
+        ({"video": Path("nowhere/out.gif"), "video_grid": (1, 1)}, r"nowhere/out.gif cannot be written \(No such file"),
+        ({"video": Path("folder.gif"), "video_grid": (1, 1)}, r"folder.gif cannot be written \(Is a directory\)"),
         ({"video": Path("out.gif"), "episodes": 5}, "--video-grid needs 6 environments"),
         ({"video": Path("out.gif"), "video_seconds": 0}, "--video-seconds"),
+        ({"video": Path("out.gif"), "video_seconds": math.inf}, "--video-seconds inf"),
         ({"video": Path("out.gif"), "video_grid": (3, 0)}, "--video-grid 0"),
+        ({"video": Path("out.gif"), "video_grid": (-1, -1)}, "--video-grid -1"),
+        ({"video": Path("out.gif"), "video_size": 5462}, "--video-size 5462 is too large .*: use at most 5461"),
         ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
         ({"device": "cuda:77"}, "--device cuda:77"),
     ],
 )
-def test_bad_settings(bossfight, settings, words):
+def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
+    """Nothing is played or written."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder.gif").mkdir()
+    monkeypatch.setattr(HeldOut, "play", mock.Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=words):
         evaluate.main(evaluate.Args(bossfight, **settings))
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder.gif"]
 
 
 def test_a_grid_of_several_games(tmp_path):

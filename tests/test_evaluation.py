@@ -40,6 +40,9 @@ class Player(torch.nn.Module):
         super().__init__()
         self.dist, self.states = dist, []
 
+    def __deepcopy__(self, memo):
+        return self
+
     def get_action_dist(self, obs, state=None):
         state = torch.zeros(2, len(obs), 1) if state is None else state
         self.states.append(state[0, :, 0].clone())
@@ -69,6 +72,24 @@ def test_every_environment_plays_its_first_episodes():
     assert returns.tolist() == expected
     assert lengths.tolist() == expected  # the reward is 1 a step
     assert set(returns.flatten()) == {1, 20}
+
+
+def test_evaluations_change_nothing_in_the_agent():
+    """Batch normalisation takes no statistics from them; a part that was in evaluation mode stays in it."""
+
+    class Normal(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.frozen = torch.nn.BatchNorm1d(1), torch.nn.Dropout().eval()
+
+        def get_action_dist(self, obs, state=None):
+            return Categorical(logits=self.norm(obs) * torch.ones(2)), None
+
+    agent = Normal()
+    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    held_out("TestCount-v0", 4).play(agent, 1, greedy=True)
+    assert all(torch.equal(value, before[name]) for name, value in agent.state_dict().items())
+    assert [module.training for module in agent.modules()] == [True, True, False]
 
 
 def test_greedy_and_stochastic_actions():

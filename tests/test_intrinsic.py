@@ -297,7 +297,7 @@ def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
-def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path):
+def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path, capfd):
     settings = {"learning_rate": 1e-2, "total_timesteps": 64}
     if script is not impala:
         settings |= {"intrinsic_reward": "rnd", "pretraining": True}
@@ -317,10 +317,11 @@ def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path):
 
     space = gym.spaces.Box(-1, 1, (4,), np.float32)
     other = script.Agent(space, gym.spaces.Discrete(9), script.Args())  # another number of actions
-    load_weights(other, str(source), "reset")
-    assert torch.equal(other.encoder[0].weight, weights["encoder.0.weight"])
-    with pytest.raises(InputError, match=r"policy_head\S+ does not fit\): add --init-heads reset"):
-        load_weights(other, str(source))
+    load_weights(other, str(source))
+    for name in heads | {"encoder.0.weight"}:
+        assert torch.equal(other.state_dict()[name], weights[name]) == (name not in policy), name
+    note = f"note: --init-from {source}: policy_head.linear.weight, policy_head.linear.bias start anew\n"
+    assert capfd.readouterr().err.endswith(note)
 
 
 def test_broken_intrinsic_networks_are_not_saved(tmp_path, monkeypatch):

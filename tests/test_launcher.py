@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import fast
+import gymnasium as gym
 import pytest
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from common.errors import InputError
 from common.files import lock_folder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import collect
 import run as launcher
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +93,69 @@ def test_the_matrix_has_one_seed_of_all_first():
     ]  # fmt: skip
 
 
+@pytest.fixture
+def ideas(tmp_path):
+    """A folder with two scripts: one that is changed and registers a task, and one that has but another place."""
+    folder = tmp_path / "ideas"
+    folder.mkdir()
+    source = (ROOT / "ppo.py").read_text()
+    (folder / "ppo.py").write_text(source)
+    task = 'gym.register("MyPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=20)\n\n\n'
+    source = source.replace("gamma: Fraction = 0.999", "gamma: Fraction = 0.9")
+    (folder / "my_idea.py").write_text(source.replace("@dataclass\nclass Args", f"{task}@dataclass\nclass Args"))
+    yield folder
+    gym.registry.pop("MyPole-v0", None)
+
+
+def test_scripts_of_ones_own_are_in_the_matrix(ideas, monkeypatch):
+    """Beside those of --algorithms, or alone."""
+    monkeypatch.chdir(ideas.parent)
+    folder = os.path.relpath(ideas, ROOT)
+    settings = {"scripts": (ideas / "my_idea.py", Path("ideas/ppo.py")), "env_ids": ("MyPole-v0",), "seeds": 1}
+    for algorithms in ((), ("ppo",)):
+        jobs = launcher.make_jobs(launcher.Args(algorithms=algorithms, **settings))
+        assert [job.algorithm for job in jobs] == [*algorithms, f"{folder}/my_idea", f"{folder}/ppo"]
+        assert [job.settings.gamma for job in jobs] == [*(0.999 for _ in algorithms), 0.9, 0.999]
+        assert [job.settings.exp_name for job in jobs] == [*algorithms, "my_idea", "ppo"]
+        assert (ROOT / jobs[-1].command("runs")[0]).resolve() == ideas / "ppo.py"
+        logs = [job.file(ideas, ".log") for job in jobs]
+        assert len(set(logs)) == len(jobs)
+        assert all(log.parent == ideas and re.match(r"\w", log.name) for log in logs)
+
+
+def test_a_script_of_ones_own_is_run_once(ideas, tmp_path, in_process, monkeypatch):
+    """It finds `common/`, takes no other script's run for its own, and its curve can be collected."""
+    runs = tmp_path / "runs"
+    launcher.main(make_args(runs))
+    words = command_line(runs, 256, "--scripts", str(ideas / "ppo.py"), seeds=1)
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "2 runs: 2 done" in result.stdout, result.stdout + result.stderr
+    jobs = launcher.main(make_args(runs, scripts=(ideas / "ppo.py",), dry_run=True))
+    assert [job.state for job in jobs] == ["done", "done"]
+    assert len({job.path for job in jobs}) == 2
+    for number, job in enumerate(jobs):
+        monkeypatch.setattr(collect, "RESULTS", tmp_path / f"results{number}")
+        assert collect.collect(job.path) == collect.RESULTS / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
+    with pytest.raises(InputError, match="has other settings"):
+        collect.collect(jobs[0].path)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "No such file or directory"),
+        ("x = (", r"'\(' was never closed"),
+        ("import nothing_there", "No module named 'nothing_there'"),
+        ("x = 3", "no attribute 'Args'"),
+    ],
+)
+def test_what_is_no_script(source, words, tmp_path):
+    if source:
+        (tmp_path / "idea.py").write_text(source)
+    with pytest.raises(InputError, match=rf"^--scripts .*idea\.py cannot be used: .*{words}.*: name a changed copy of"):
+        launcher.make_jobs(launcher.Args(scripts=(tmp_path / "idea.py",)))
+
+
 @pytest.mark.parametrize(
     ("protocol", "mode", "levels", "steps"),
     [("easy-all", "easy", 0, 25e6), ("easy-200", "easy", 200, 25e6), ("hard-all", "hard", 0, 200e6),
@@ -121,6 +186,7 @@ def test_protocols(protocol, mode, levels, steps):
         ({"slurm_at_a_time": 0}, "--slurm-at-a-time 0"),
         ({"launcher": "ssh"}, "--launcher ssh"),
         ({"algorithms": ("dqn",)}, "--algorithms dqn"),
+        ({"scripts": (ROOT / "ppo.py",)}, "--algorithms has ppo more than once"),
         ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
         ({"extra": ("--pretraining",)}, "--pretraining is for intrinsic rewards"),
         ({"extra": ("--seed", "7")}, "--seed cannot come after --"),

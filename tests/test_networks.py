@@ -146,6 +146,19 @@ def test_impala_cnn_reads_height_width_channels():
     torch.testing.assert_close(network(frames), expected, rtol=1e-4, atol=1e-5)
 
 
+@SCRIPTS
+@pytest.mark.parametrize(("shape", "first"), [((4, 40, 24), True), ((40, 24, 4), False), ((12, 40, 24), True)])
+def test_stacks_of_frames_come_with_their_channels_first_or_last(script, shape, first):
+    """FrameStackObservation puts the frames into a new first dimension. The channels are the fewer."""
+    torch.manual_seed(0)
+    agent = script.Agent(gym.spaces.Box(0, 255, shape, np.uint8), gym.spaces.Discrete(3), script.Args())
+    frames = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)
+    agent.encoder.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    seen = []
+    agent.get_action_dist(frames)
+    assert torch.equal(seen[0], (frames if first else frames.permute(0, 3, 1, 2)) / 255)
+
+
 def test_normed_init_gives_rows_of_fixed_norm():
     torch.manual_seed(0)
     agent = ppg.Agent(FRAMES, gym.spaces.Discrete(15), ppg.Args())

@@ -33,6 +33,7 @@ from common.load import load_agent
 from common.provenance import command
 from common.run import Run
 from common.settings import parse
+from common.world import World
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ppo, ppg, impala]
@@ -127,18 +128,10 @@ def test_folder(finished):
     assert match[1] == finished.script.__name__
     assert int(finished.start) <= int(match[2]) <= finished.end
     assert list(finished.path.parent.iterdir()) == [finished.path]
-    names = sorted(path.name for path in finished.path.iterdir())
-    assert [name for name in names if not name.startswith("events.out.tfevents.")] == [
-        "args.json",
-        "checkpoints",
-        "episodes.csv",
-        "eval.csv",
-        "lock",
-        "meta.json",
-        "model.pt",
-        "progress.csv",
-    ]
-    assert len(names) == 9
+    names = {path.name for path in finished.path.iterdir() if not path.name.startswith("events.out.tfevents.")}
+    files = "args.json checkpoints episodes.csv eval.csv lock meta.json model.pt progress.csv"
+    assert names == {*files.split(), Path(finished.script.__file__).name}
+    assert len(list(finished.path.iterdir())) == 10
 
 
 def test_args_json(finished):
@@ -284,6 +277,26 @@ def test_a_file_alone_is_the_agent(source, finished, tmp_path):
     check_same_agent(agent, finished.agent)
 
 
+@pytest.mark.parametrize("name", ["folder/ppo.py", "link.py", "my.idea.py"])
+def test_a_copy_of_a_script_is_found(name, finished, tmp_path, monkeypatch):
+    """In a folder, under a symbolic link, and with a dot in its name."""
+    model, script = torch.load(finished.path / "model.pt", weights_only=True), finished.script
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if name == "link.py":
+        file.symlink_to(script.__file__)
+    else:
+        file.write_text(Path(script.__file__).read_text())
+    torch.save(model | {"script": os.path.relpath(file, ROOT)}, tmp_path / "some.pt")
+    known = set(sys.modules)
+    agent, args = load_agent(tmp_path / "some.pt")
+    for added in sys.modules.keys() - known:
+        monkeypatch.delitem(sys.modules, added)
+    assert type(agent) is not script.Agent
+    assert dataclasses.asdict(args) == dataclasses.asdict(finished.args)
+    check_same_agent(agent, finished.agent)
+
+
 def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
     model = torch.load(finished.path / "model.pt", weights_only=True)
     weights = {name: value for name, value in model["agent"].items() if "head" not in name}
@@ -379,14 +392,12 @@ def test_plain_progress_lines(script, tmp_path):
     model = torch.load(path / "model.pt", weights_only=True)
     assert f"{sum(value.numel() for value in model['agent'].values()):,} parameters" in header
     assert steps
-    assert all(
-        re.fullmatch(r"step [\d,]+/1,024  SPS \d+  last-100-episodes return [\d.]+  ETA [\d:]+", line) for line in steps
-    )
-    assert steps[-1].startswith("step 1,024/1,024")
+    assert all(re.fullmatch(r"[\d,]+/1,024  \d+ steps/s  return [\d.]+  ETA 0:\d\d h", line) for line in steps)
+    assert steps[-1].startswith("1,024/1,024")
     num_episodes = len(read_csv(path / "episodes.csv"))
     last = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
-    assert re.match(r"done: 1,024 steps in [\d:]+ \(\d+ SPS\), ", done)
-    assert f"{num_episodes} episodes, last-100-episodes return {last:.2f}" in done
+    assert re.match(r"done: 1,024 steps in [\d:]+ \(\d+ steps/s\), ", done)
+    assert f"{num_episodes} episodes, last 100: return {last:.2f}" in done
     assert done.rpartition("model: ")[2] == str(path / "model.pt")
 
 
@@ -396,7 +407,7 @@ def test_progress_within_an_iteration(script, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("common.run.LINE_SECONDS", 0)
     script.main(make_args(script, tmp_path))
     _, *lines, _ = capsys.readouterr().out.splitlines()
-    shown = [int(line.split("/")[0][5:].replace(",", "")) for line in lines]
+    shown = [int(line.split("/")[0].replace(",", "")) for line in lines]
     assert shown == sorted(shown)
     assert len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3
 
@@ -409,9 +420,20 @@ def test_progress_on_a_terminal(monkeypatch, capsys, tmp_path):
     _, line, done, _ = capsys.readouterr().out.split("\n")
     start, *shown = line.split("\r\x1b[K")
     assert start == ""
-    assert all(each.startswith("step ") and len(each) <= 39 for each in shown)
-    assert shown[-1].startswith("step 1,024/1,024  SPS ")
+    assert all(each[0].isdigit() and len(each) <= 39 for each in shown)
+    assert shown[-1].startswith("1,024/1,024  ")
     assert done.startswith("done: ")
+
+
+def test_a_line_of_progress_fits_a_terminal_of_80_columns(monkeypatch, capsys):
+    """Also late in a run of 25M steps, with more than a day to go."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    run = Run.__new__(Run)
+    run.world, run.recent, run.total_steps = World(), [123.45], 25_000_000
+    run.last_shown, run.start = 0, time.monotonic() - 1e5
+    run.show(11_111_111, "aux. phase 6/6")
+    assert capsys.readouterr().out.endswith("111 steps/s  return 123.45  ETA 34:43 h  aux. phase 6/6")
 
 
 def test_a_wake_up_lost_to_a_signal_does_not_hold_the_end_up(tmp_path, monkeypatch):
