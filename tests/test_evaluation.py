@@ -75,7 +75,8 @@ def test_every_environment_plays_its_first_episodes():
 
 
 def test_evaluations_change_nothing_in_the_agent():
-    """Batch normalisation takes no statistics from them; a part that was in evaluation mode stays in it."""
+    """A copy plays, in evaluation mode; a part of the agent that was in this mode stays in it, and no other."""
+    modes = []
 
     class Normal(torch.nn.Module):
         def __init__(self):
@@ -83,6 +84,7 @@ def test_evaluations_change_nothing_in_the_agent():
             self.norm, self.frozen = torch.nn.BatchNorm1d(1), torch.nn.Dropout().eval()
 
         def get_action_dist(self, obs, state=None):
+            modes.append((self.norm.training, self.frozen.training))
             return Categorical(logits=self.norm(obs) * torch.ones(2)), None
 
     agent = Normal()
@@ -90,6 +92,7 @@ def test_evaluations_change_nothing_in_the_agent():
     held_out("TestCount-v0", 4).play(agent, 1, greedy=True)
     assert all(torch.equal(value, before[name]) for name, value in agent.state_dict().items())
     assert [module.training for module in agent.modules()] == [True, True, False]
+    assert set(modes) == {(False, False)}
 
 
 def test_greedy_and_stochastic_actions():
