@@ -1,4 +1,4 @@
-"""Copy the curves of finished runs to where the README's numbers come from.
+"""Copy the curves of finished runs to where the documents' numbers come from.
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
 

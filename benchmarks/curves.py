@@ -129,14 +129,14 @@ def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
 def with_interval(
     statistic: Callable[[Sequence[np.ndarray]], np.ndarray], games: Sequence[Sequence[float]]
 ) -> tuple[float, float, float]:
-    """A statistic of the runs of several games, with its stratified bootstrap 95 % interval: value, low, high.
+    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high.
 
-    Runs are drawn again game by game. The interval is NaN where a game has a single run, and too narrow where it has
-    few: of two or three games with two runs each it holds the true mean in some 70 of 100 cases, with three in some 80.
+    Runs are drawn again game by game. The interval is NaN where a game has fewer than five runs: with two or three it
+    would hold the true mean in only 70 to 80 of 100 cases, with five in some 90.
     """
     games = [np.asarray(runs, dtype=float) for runs in games]
     value = float(statistic(games))
-    if min(map(len, games)) < 2 or math.isnan(value):
+    if min(map(len, games)) < 5 or math.isnan(value):
         return value, math.nan, math.nan
     result = stats.bootstrap(
         tuple(games),

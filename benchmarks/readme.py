@@ -1,22 +1,32 @@
-"""Tables, and the parts of README.md that scripts make: what is between `<!-- name -->` and `<!-- end of name -->`."""
+"""Tables, and the parts of README.md and benchmarks/README.md that scripts make.
+
+Such a part stands between `<!-- name -->` and `<!-- end of name -->`.
+"""
 
 import csv
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.errors import InputError
 
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 
-def fill(readme: Path, name: str, text: str) -> None:
-    """Put `text` between the marks of `name`. Raises InputError where there are none."""
+
+def fill(documents: Iterable[Path], name: str, text: str) -> None:
+    """Put `text` between the marks of `name`, in the document that has them. Raises InputError if none has."""
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, found, rest = readme.read_text().partition(start)
-    _, found_end, after = rest.partition(end)
-    if not (found and found_end):
-        raise InputError(f"{readme} has no lines {start.strip()} and {end} to put the text between: add them.")
-    readme.write_text(before + start + text + end + after)
+    for document in documents:
+        before, found, rest = document.read_text().partition(start)
+        _, found_end, after = rest.partition(end)
+        if found and found_end:
+            document.write_text(before + start + text + end + after)
+            return
+    places = ", ".join(map(str, documents))
+    raise InputError(f"no lines {start.strip()} and {end} are in {places}: add them, for the text to stand between.")
 
 
 def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:

@@ -1,16 +1,16 @@
-"""Make README's tables and figures from the curves that lie in results/ and reference/. Nothing is run.
+"""Make the tables and figures of README.md and benchmarks/README.md from the curves in results/ and reference/.
 
     python benchmarks/report.py
-    python benchmarks/report.py --results my_results --readme None     # elsewhere, without touching README.md
+    python benchmarks/report.py --results my_results --documents     # elsewhere: prints the tables, fills no document
 
-For each protocol (`results/<protocol>/<algorithm>/<game>/seed<k>.csv`): curves beside the published ones, the same over
-wall-clock time, train-test gaps, means over games, and verdicts. Figures and `report.md` go to `results/<protocol>/`.
+For each protocol (`results/<protocol>/<algorithm>/<game>/seed<k>.csv`): curves beside the published ones, verdicts,
+means over games, and train-test gaps. Figures go to `results/<protocol>/`. Nothing is run.
 
 A score at a mark is the mean return of all episodes that ended in the last 131,072 steps before it (524,288 after 6.5M;
-in hard mode four times all of this: the blocks of the published curves), a run one number. Differences come with 95 %
-t-intervals, means over games with stratified bootstrap ones. A score on held-out levels, of runs on a single game, is
-that of the policy in the middle of these steps, between two evaluations: as an agent learns, one at their end would
-make the gap too small.
+in hard mode four times all of this: the blocks of the published curves), one number a run. Differences come with 95 %
+t-intervals, means over games with stratified bootstrap intervals. A score on held-out levels, of runs on a single game,
+is interpolated between the evaluations before and after the middle of these steps: the agent learns, so that an
+evaluation at their end would make the gap too small.
 """
 
 import math
@@ -44,7 +44,7 @@ from common.procgen_env import PROCGEN_MODES
 from common.scores import RETURN_RANGES, normalized
 from common.signals import one_line_errors
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
 MARKS = {"0.5M": 500_000, "1M": 1_000_000, "2M": 2_000_000, "5M": 5_000_000, "25M": 25_000_000}
 MARKS |= {"50M": 50_000_000, "100M": 100_000_000, "200M": 200_000_000}
 # What each protocol's runs are held against: the name of the published curves, and what the table calls them.
@@ -57,16 +57,16 @@ PUBLISHED = {
     },
 }
 TEST = {"easy-200": "ppo_easy_200_test"}
-CLOSE = 0.25  # "matches": the interval of the difference holds 0 and no more than this share of the published mean
+CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
 ALGORITHMS = ("ppo", "ppg", "impala")  # which have the same colours in all figures
 
 
 @dataclass
 class Args:
-    results: Path = ROOT / "benchmarks" / "results"
+    results: Path = HERE / "results"
     """where curves are and reports go"""
-    readme: Path | None = ROOT / "README.md"
-    """file to put the tables into; None for none"""
+    documents: tuple[Path, ...] = readme.DOCUMENTS
+    """files whose marks say where the tables go; none: only print them"""
 
 
 @dataclass
@@ -140,29 +140,59 @@ def verdict(ours: list[float], published: list[float]) -> tuple[str, str, str]:
     if not published:
         return "-", "-", "nothing published"
     if min(len(ours), len(published)) < 2:
-        return f"{mean(ours) - mean(published):+.2f}", "-", "too few seeds to say"
+        return f"{mean(ours) - mean(published):+.2f}", "-", "inconclusive"
     middle, low, high = curves.difference(ours, published)
     if low > 0 or high < 0:
         words = "above" if low > 0 else "below"
     else:
-        words = "matches" if max(-low, high) <= CLOSE * abs(mean(published)) else "too few seeds to say"
+        words = "matches" if max(-low, high) <= CLOSE * abs(mean(published)) else "inconclusive"
     return f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}", words
 
 
 def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, published, difference, interval, verdict."""
-    columns = ["run", "mark", "ours, by seed", "published", "of", "difference", "95 % interval", "verdict"]
+    columns = ["run", "mark", "ours, by seed", "published", "difference", "95 % interval", "verdict"]
     rows = []
     for algorithm, games in protocol.runs.items():
-        published, label = protocol.published(algorithm)
+        published, _ = protocol.published(algorithm)
         for game in sorted(games):
             for mark, steps in MARKS.items():
                 ours = protocol.scores(algorithm, game, steps)
                 if ours:
                     theirs = published[game].scores(steps) if game in published else []
                     texts = [", ".join(f"{score:.2f}" for score in scores) or "-" for scores in (ours, theirs)]
-                    of = label if theirs else "-"
-                    rows.append([f"{algorithm} {game}", mark, *texts, of, *verdict(ours, theirs)])
+                    rows.append([f"{algorithm} {game}", mark, *texts, *verdict(ours, theirs)])
+    return readme.markdown(columns, rows)
+
+
+def origins(protocol: Protocol) -> list[str]:
+    """A line that says which published curves each algorithm's runs are held against; none without such curves."""
+    labels = {}
+    for algorithm in protocol.runs:
+        published, label = protocol.published(algorithm)
+        if published:
+            labels.setdefault(label, []).append(algorithm)
+    return [f"Published, for {', '.join(names)}: {label}." for label, names in labels.items()]
+
+
+def summary_table(protocol: Protocol) -> list[str]:
+    """README's table: means over seeds at one and at two million steps, with the range over seeds."""
+
+    def cell(scores: list[float]) -> str:
+        spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
+        return f"{mean(scores):.1f}{spread}" if scores else "-"
+
+    columns, rows = ["run", "seeds"], []
+    for mark in ("1M", "2M"):
+        columns += [f"{mark} steps", "published PPO"]
+    for algorithm, games in protocol.runs.items():
+        published = protocol.published("")[0]
+        for game, runs in sorted(games.items()):
+            cells = []
+            for steps in (MARKS["1M"], MARKS["2M"]):
+                ours = protocol.scores(algorithm, game, steps)
+                cells += [cell(ours), cell(published[game].scores(steps) if ours and game in published else [])]
+            rows.append([f"{algorithm} {game}", str(len(runs)), *cells])
     return readme.markdown(columns, rows)
 
 
@@ -316,14 +346,14 @@ def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
     return figure, list(axes.flat[:count])
 
 
-def describe(axis: plt.Axes, game: str, unit: str) -> None:
+def describe(axis: plt.Axes, game: str) -> None:
     axis.set_title(game, fontsize=10)
-    axis.set_xlabel(unit)
+    axis.set_xlabel("million steps")
     axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # clear of the curves
 
 
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
-    """The mean of runs [N, points] and a band from the least to the most of them; NaN where a run has no point."""
+    """The mean of runs [N, points], shaded from their minimum to their maximum; NaN where a run has no point."""
     runs = np.ma.masked_invalid(runs)
     axis.plot(x, runs.mean(axis=0), **style)
     if len(runs) > 1:
@@ -365,23 +395,7 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
                 shown = published[game].steps <= longest + 2 * protocol.window()
                 returns = published[game].returns[:, shown]
                 draw(axis, published[game].steps[shown] / 1e6, returns, label=f"{name} (n = {len(returns)})", **style)
-        describe(axis, game, "million steps")
-    axes[0].set_ylabel("return")
-    save(figure, path)
-
-
-def wall_clock_figure(protocol: Protocol, path: Path) -> None:
-    """A panel a game: return against hours, a line a run."""
-    figure, axes = panels(len(protocol.games))
-    step = protocol.window() // 4
-    for axis, game in zip(axes, protocol.games, strict=True):
-        for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
-            for number, curve in enumerate(protocol.runs[algorithm][game].values()):
-                ends = range(step, max(curve.steps[-1], step) + 1, step)
-                hours = np.interp(ends, curve.steps, curve.seconds) / 3600
-                label = algorithm if number == 0 else None
-                axis.plot(hours, smoothed(protocol, curve, ends), color=protocol.colour(algorithm), lw=1, label=label)
-        describe(axis, game, "hours")
+        describe(axis, game)
     axes[0].set_ylabel("return")
     save(figure, path)
 
@@ -425,18 +439,17 @@ def save(figure: plt.Figure, path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def report(protocol: Protocol, relative_to: Path) -> str:
-    """Draw a protocol's figures and return its text."""
+def report(protocol: Protocol) -> str:
+    """Draw a protocol's figures and return its text, with links that start from the folder of benchmarks/README.md."""
     figures = {"curves.png": "Return against environment steps"}
     curve_figure(protocol, protocol.folder / "curves.png")
-    wall_clock_figure(protocol, protocol.folder / "wall_clock.png")
-    figures["wall_clock.png"] = "Return against hours"
     if profile_figure(protocol, protocol.folder / "profile.png"):
         figures["profile.png"] = "Performance profiles"
     folder = protocol.folder.resolve()
-    place = folder.relative_to(relative_to) if folder.is_relative_to(relative_to) else folder
+    place = folder.relative_to(HERE) if folder.is_relative_to(HERE) else folder
     parts = [
-        [f"**{protocol.name}**"],
+        [f"### {protocol.name}"],
+        origins(protocol),
         verdict_table(protocol),
         aggregate_table(protocol),
         gap_table(protocol),
@@ -451,24 +464,25 @@ def main(args: Args) -> None:
     protocols = read_protocols(args.results)
     if not protocols:
         raise InputError(f"no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
-    if args.readme is not None and not args.readme.is_file():
-        raise InputError(f"--readme {args.readme} is not there: name a file with README.md's tables, or None.")
-    texts = []
-    for protocol in protocols:
-        texts.append(report(protocol, ROOT))
-        (protocol.folder / "report.md").write_text(texts[-1])
-    text = "\n".join(texts)
+    if missing := [str(path) for path in args.documents if not path.is_file()]:
+        raise InputError(f"--documents {missing[0]} is not there: name files with the marks of the tables, or none.")
+    text = "\n".join(map(report, protocols))
     print(text)
-    if args.readme is None:
+    if not args.documents:
         return
-    readme.fill(args.readme, "report", text)
+    texts = {"report": text}
+    for protocol in protocols:
+        if protocol.name == "easy-all":
+            texts["results"] = "\n".join([*summary_table(protocol), ""])
     precision.main([])
-    readme.fill(args.readme, "precision", (precision.FOLDER / "precision.md").read_text())
+    texts["precision"] = (precision.FOLDER / "precision.md").read_text()
     exploration.main(exploration.Args())
-    readme.fill(args.readme, "exploration", (exploration.FOLDER / "exploration.md").read_text())
+    texts["exploration"] = (exploration.FOLDER / "exploration.md").read_text()
     for script in (throughput, scaling):
         script.main(script.Args(from_csv=True, device="cpu"))
-        readme.fill(args.readme, f"{script.__name__} cpu", (script.Args.out / "cpu.md").read_text())
+        texts[f"{script.__name__} cpu"] = (script.Args.out / "cpu.md").read_text()
+    for name, text in texts.items():
+        readme.fill(args.documents, name, text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from readme import fill, markdown, read_measurement
+import readme
 from throughput import shorten, spread
 
 from common.device import resolve_device
@@ -58,7 +58,7 @@ class Args:
     from_csv: bool = False
     """measure nothing: make the table from the CSV that is there"""
     update_readme: bool = False
-    """also put the table into README.md"""
+    """also put the table into benchmarks/README.md"""
     out: Path = ROOT / "benchmarks" / "results" / "scaling"
     """where CSV and table go"""
 
@@ -100,7 +100,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         speeds, others = ([float(row["steps_per_second"]) for row in each] for each in (group, base))
         speedups = [mine / theirs for mine, theirs in zip(speeds, others, strict=True)]
         lines.append([algorithm, str(ranks), spread(speeds), spread(speedups, 2)])
-    return markdown(["script", "ranks", "steps/s, all ranks", "x the first"], lines)
+    return readme.markdown(["script", "ranks", "steps/s, all ranks", "x the first"], lines)
 
 
 def main(args: Args) -> None:
@@ -121,12 +121,12 @@ def main(args: Args) -> None:
                         writer.writerow((algorithm, ranks, repeat, f"{speed:.6g}"))
                         file.flush()
                         print(f"{algorithm}, {ranks} ranks: {speed:.0f} steps/s", flush=True)
-    rows, origin = read_measurement(path)
+    rows, origin = readme.read_measurement(path)
     text = "\n".join([*table(rows), "", origin, ""])
     path.with_suffix(".md").write_text(text)
     print(f"\n{text}")
     if args.update_readme:
-        fill(ROOT / "README.md", f"scaling {path.stem}", text)
+        readme.fill(readme.DOCUMENTS, f"scaling {path.stem}", text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Steps per second of the three scripts, against a plain implementation and against what the machine can do.
 
-    python benchmarks/throughput.py                       # the README's table and chart: 50 minutes on two cores
+    python benchmarks/throughput.py                       # the table and chart: 50 minutes on two cores
     python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
     python benchmarks/throughput.py --sweeps num_envs feature_dim threads --configurations default
 
@@ -17,7 +17,8 @@ Configurations of the encoder (all else is the same):
     default                the script with --precision auto
 
 Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json`, `.md` (the table) and `.png` (the chart) in
-`results/throughput/`. `--update-readme` puts the table into README.md, `--from-csv` makes table and chart again.
+`results/throughput/`. `--from-csv` makes table and chart again, and `--update-readme` puts the table into
+benchmarks/README.md.
 """
 
 import concurrent.futures
@@ -68,7 +69,7 @@ class Args:
     from_csv: bool = False
     """measure nothing: make table and chart from the CSV that is there"""
     update_readme: bool = False
-    """also put the table into README.md"""
+    """also put the table into benchmarks/README.md"""
     out: Path = ROOT / "benchmarks" / "results" / "throughput"
     """where CSV, table and chart go"""
 
@@ -514,15 +515,15 @@ def main(args: Args) -> None:
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         with path.open("w", newline="") as file:
             run_all(args, file)
-    from readme import fill, read_measurement
+    import readme
 
-    rows, origin = read_measurement(path)
+    rows, origin = readme.read_measurement(path)
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)
     chart(rows, path.with_suffix(".png"))
     print(f"\n{text}\n{path}, .md and .png are written.")
     if args.update_readme:
-        fill(ROOT / "README.md", f"throughput {name}", text)
+        readme.fill(readme.DOCUMENTS, f"throughput {name}", text)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import collect
 import exploration
 import precision
 import random_policy
+import readme
 import scaling
 import throughput
 
@@ -287,7 +288,7 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
 
 
 def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
-    """Ratios are those of one round, and the README's block is replaced, not its neighbours."""
+    """Ratios are those of one round, and the document's block is replaced, not its neighbours."""
     rows = [
         {
             "algorithm": "ppo", "configuration": configuration, "repeat": repeat, "sweep": "", "value": "",
@@ -306,14 +307,14 @@ def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
         writer.writerows(rows)
     (out / "cpu.meta.json").write_text(json.dumps({"machine": "2 x Test", "commit": "0123456789abc", "command": "c"}))
     (tmp_path / "README.md").write_text("before\n<!-- throughput cpu -->\nold\n<!-- end of throughput cpu -->\nafter\n")
-    monkeypatch.setattr(throughput, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "DOCUMENTS", (tmp_path / "README.md",))
     throughput.main(throughput.Args(from_csv=True, update_readme=True, out=out, device="cpu"))
-    readme = (tmp_path / "README.md").read_text()
+    document = (tmp_path / "README.md").read_text()
     assert (
-        readme
+        document
         == f"before\n<!-- throughput cpu -->\n{(out / 'cpu.md').read_text()}<!-- end of throughput cpu -->\nafter\n"
     )
-    line = next(line for line in readme.splitlines() if line.startswith("| ppo default"))
+    line = next(line for line in document.splitlines() if line.startswith("| ppo default"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[1:4] == ["500 [400, 900]", "4.50 [4.00, 5.00]", "-"]
     assert cells[4:] == ["100", "10", "900", "0", "50%, -, 40%", "1.23"]

@@ -495,9 +495,9 @@ def test_signals_write_a_checkpoint(script, sent, code, tmp_path, monkeypatch, c
     assert f"resumed at step {stopped_at:,}" in capsys.readouterr().out
 
 
-def test_slurm_example_of_the_readme(tmp_path):
+def test_slurm_example(tmp_path):
     """It requeues itself when Slurm's signal has come, and not when the run is done. A stand-in makes the run."""
-    jobs = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    jobs = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "common/README.md").read_text(), re.DOTALL)
     (job,) = (job for job in jobs if "torchrun" not in job)
     python = """#!/bin/bash
         trap 'sleep .5; echo saved >> saved; exit 138' USR1  # as test_signals_write_a_checkpoint says

@@ -552,9 +552,9 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
 
 
 @pytest.mark.slurm
-def test_readmes_job_with_torchrun(slurm, tmp_path):
+def test_slurm_example_with_torchrun(slurm, tmp_path):
     """On one node with two ranks on its cores; its time is up once."""
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n[^`]*torchrun[^`]*)```", (ROOT / "README.md").read_text())
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n[^`]*torchrun[^`]*)```", (ROOT / "common/README.md").read_text())
     small = (
         "--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 60000 --device cpu --checkpoint-interval 1e9"
     )

@@ -86,8 +86,8 @@ def test_bootstrap_intervals_hold_the_mean():
         ([10.0, 10.2], [10.1, 9.9, 10.0], "matches"),
         ([12.0, 12.2], [10.1, 9.9, 10.0], "above"),
         ([8.0, 8.2], [10.1, 9.9, 10.0], "below"),
-        ([8.0, 12.2], [10.1, 9.9, 10.0], "too few seeds to say"),  # the interval holds 0, and nearly everything else
-        ([10.0], [10.1, 9.9, 10.0], "too few seeds to say"),
+        ([8.0, 12.2], [10.1, 9.9, 10.0], "inconclusive"),  # the interval holds 0, and nearly everything else
+        ([10.0], [10.1, 9.9, 10.0], "inconclusive"),
         ([10.0, 10.1], [], "nothing published"),
     ],
 )
@@ -151,43 +151,43 @@ def table_rows(text, start):
 
 
 def test_the_report_from_known_curves(tmp_path, capsys):
-    for seed, value in ((1, 10.0), (2, 10.2), (10, 10.4)):
+    for seed, value in ((1, 10.0), (2, 10.2), (3, 10.2), (4, 10.2), (10, 10.4)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
         write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
     write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 8.0, steps=940_000)
     write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
-    (tmp_path / "README.md").write_text("a\n<!-- report -->\n<!-- end of report -->\nb\n")
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
-    assert text.strip() == (tmp_path / "easy-all" / "report.md").read_text().strip()
     published = curves.read_reference("ppo_easy_all")
     (row,) = [row for row in table_rows(text, "ppo starpilot") if row[1] == "1M"]
     theirs = published["starpilot"].scores(1_000_000)
-    assert row[2] == "10.00, 10.20, 10.40"
+    assert row[2] == "10.00, 10.20, 10.20, 10.20, 10.40"
     assert row[3] == ", ".join(f"{score:.2f}" for score in theirs)
-    assert row[5] == f"{10.2 - np.mean(theirs):+.2f}"
-    assert row[7] == "above"
+    assert row[4] == f"{10.2 - np.mean(theirs):+.2f}"
+    assert row[6] == "above"
+    assert "\nPublished, for impala, ppo: PPO, train-procgen.\n" in text
     assert [row[1] for row in table_rows(text, "impala starpilot")] == ["0.5M"]
     (row,) = [row for row in table_rows(text, "ppo |") if row[1] == "1M"]
     mine = np.mean([normalized(10.2, "starpilot", "easy"), normalized(20.4, "fruitbot", "easy")])
-    assert row[2] == "2 x 3"
+    assert row[2] == "2 x 5"
     assert row[3].startswith(f"{mine:.3f} [")
-    assert row[7].startswith("1.000")
+    assert row[5].count(".") == 1  # the published runs are too few for an interval
+    assert row[7] == "1.000"
     assert "\n# impala starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
-    assert "\n# ppo fruitbot (made at 0123451, 0123452, 0123451 with changes)\n" in text
-    assert "\nfor seed in 1 2 10; do python ppo.py --env-id fruitbot --seed $seed; done\n" in text
-    for name in ("curves.png", "wall_clock.png", "profile.png"):
+    assert "\n# ppo fruitbot (made at 0123451, 0123452, 0123453, 0123454, 0123451 with changes)\n" in text
+    assert "\nfor seed in 1 2 3 4 10; do python ppo.py --env-id fruitbot --seed $seed; done\n" in text
+    for name in ("curves.png", "profile.png"):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
         assert f"/easy-all/{name})" in text
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    report.main(report.Args(results=tmp_path, readme=None))  # makes the same again
+    report.main(report.Args(results=tmp_path, documents=()))  # makes the same again
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == contents
 
 
 def test_train_test_gaps(tmp_path, capsys, no_pictures):
     for seed in (1, 2):
         write_run(tmp_path, "easy-200", "ppo", "coinrun", seed, 6 + seed, evaluation=3.0 + 1.5 * seed)
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
     train, test = (curves.read_reference(f"ppo_easy_200_{part}")["coinrun"] for part in ("train", "test"))
     rows = [row for row in table_rows(text, "ppo coinrun") if row[1] != "0.5M" and len(row[4]) == 4]
@@ -200,9 +200,9 @@ def test_train_test_gaps(tmp_path, capsys, no_pictures):
 
 
 def test_learning_does_not_hide_the_gap(tmp_path, capsys, no_pictures):
-    """Training scores look back over a window, at whose end the policy is better; the gap is of one policy."""
+    """Training scores look back over a window, at whose end the policy is better than in its middle."""
     write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 2.0, evaluation=1.0, slope=8e-6)
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     gaps = {row[1]: row[4] for row in table_rows(capsys.readouterr().out, "ppo coinrun") if "±" in row[3]}
     assert gaps.keys() == {"0.5M", "1M"}
     assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
@@ -218,7 +218,7 @@ def test_marks_outside_the_evaluations_have_no_gap():
 def test_runs_on_several_games_have_no_gap(tmp_path, capsys, no_pictures):
     """Their training episodes are mostly of the game with the shortest."""
     write_run(tmp_path, "easy-200", "ppo", "coinrun,maze", 1, 7.0, evaluation=4.0)
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
     assert [row[1] for row in table_rows(text, "ppo coinrun,maze")] == ["0.5M", "1M"]
     assert "held-out" not in text
@@ -228,11 +228,11 @@ def test_means_over_games_of_which_nothing_is_published(tmp_path, capsys, no_pic
     for game, value in (("coinrun", 7.5), ("maze", 7.0)):  # hard: 5 to 10, 4 to 10
         write_run(tmp_path, "hard-500", "ppo", game, 1, value)
     write_run(tmp_path, "memory-all", "ppo", "maze", 1, 3.0)
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
     assert "| ppo | 1M | 2 x 1 | 0.500 | - | - | - | - |" in text
-    assert "**memory-all**" in text
-    assert "| ppo maze | 1M | 3.00 | - | - | - | - | nothing published |" in text
+    assert "### memory-all" in text
+    assert "| ppo maze | 1M | 3.00 | - | - | - | nothing published |" in text
 
 
 @pytest.mark.parametrize("text", ["", "step,seconds,episodes,episodic_return,last_100_return\n", "a,b\n1,2\n"])
@@ -241,7 +241,7 @@ def test_what_is_no_curve_is_named(text, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.raises(InputError, match=r"seed3\.csv is no CSV of a learning curve"):
-        report.main(report.Args(results=tmp_path, readme=None))
+        report.main(report.Args(results=tmp_path, documents=()))
 
 
 @pytest.mark.parametrize(
@@ -265,27 +265,27 @@ def test_damaged_files_beside_a_curve_are_named(name, text, words, tmp_path, no_
     assert path.exists()
     path.write_text(text)
     with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-        report.main(report.Args(results=tmp_path, readme=None))
+        report.main(report.Args(results=tmp_path, documents=()))
 
 
-def test_a_readme_that_is_not_there(tmp_path):
+def test_a_document_that_is_not_there(tmp_path):
     write_run(tmp_path, "easy-all", "ppo", "maze", 1, 3.0)
     with pytest.raises(InputError, match=r"nowhere\.md is not there"):
-        report.main(report.Args(results=tmp_path, readme=tmp_path / "nowhere.md"))
+        report.main(report.Args(results=tmp_path, documents=(tmp_path / "nowhere.md",)))
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_a_report_of_nothing_leaves_the_readme_alone(tmp_path):
+def test_a_report_of_nothing_leaves_a_document_alone(tmp_path):
     (tmp_path / "README.md").write_text("text")
     with pytest.raises(InputError, match="no <protocol>"):
-        report.main(report.Args(results=tmp_path, readme=tmp_path / "README.md"))
+        report.main(report.Args(results=tmp_path, documents=(tmp_path / "README.md",)))
     assert (tmp_path / "README.md").read_text() == "text"
 
 
 def test_a_short_run_is_no_obstacle(tmp_path, capsys, no_pictures):
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0, steps=16_384)
     write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     assert [row[1] for row in table_rows(capsys.readouterr().out, "ppo fruitbot")] == ["0.5M", "1M"]
 
 
@@ -307,7 +307,7 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch, no
     write_run(tmp_path, "easy-all", "impala", "fruitbot", 1, 7.0)
     write_run(tmp_path, "easy-all", "impala", "CartPole-v1", 1, 7.0)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
-    report.main(report.Args(results=tmp_path, readme=None))
+    report.main(report.Args(results=tmp_path, documents=()))
     x, runs = drawn["ppo (n = 2, 1 at the end)"]
     assert x[-1] == 31 * 32_768 / 1e6
     assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
@@ -315,37 +315,48 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch, no
     text = capsys.readouterr().out
     assert "# ppg maze (made at None)" in text
     (row,) = [row for row in table_rows(text, "impala CartPole-v1") if row[1] == "1M"]
-    assert row[2:] == ["7.00", "-", "-", "-", "-", "nothing published"]
+    assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
 
 
-def test_the_readme_is_what_the_report_makes(tmp_path):
-    """README's tables and those in results/ are those of the curves in the tree."""
-    copy = tmp_path / "README.md"
-    copy.write_text((report.ROOT / "README.md").read_text())
-    shipped = copy.read_text()
+def test_the_summary_has_a_row_for_each_game_and_script(tmp_path):
+    for seed, value in ((1, 3.0), (2, 5.0)):
+        write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
+    write_run(tmp_path, "easy-all", "impala", "CartPole-v1", 1, 7.0)
+    (protocol,) = report.read_protocols(tmp_path)
+    first, second = table_rows("\n".join(report.summary_table(protocol)), "")[1:]
+    published = curves.read_reference("ppo_easy_all")["starpilot"].scores(1_000_000)
+    theirs = f"{np.mean(published):.1f} ({min(published):.1f} to {max(published):.1f})"
+    assert first == ["impala CartPole-v1", "1", "7.0", "-", "-", "-"]
+    assert second == ["ppo starpilot", "2", "4.0 (3.0 to 5.0)", theirs, "-", "-"]
+
+
+def test_the_documents_are_what_the_report_makes(tmp_path):
+    """Their tables and those in results/ are those of the curves in the tree."""
+    shipped = [path.read_text() for path in readme.DOCUMENTS]
+    copies = tuple(tmp_path / f"{number}.md" for number in range(len(shipped)))
+    for copy, text in zip(copies, shipped, strict=True):
+        copy.write_text(text)
     figures = {path: path.read_bytes() for path in collect.RESULTS.rglob("*.png")}
     tables = {path: path.read_text() for path in collect.RESULTS.rglob("*.md")}
     try:
-        report.main(report.Args(readme=copy))
-        assert copy.read_text() == shipped
+        report.main(report.Args(documents=copies))
+        assert [copy.read_text() for copy in copies] == shipped
         assert {path: path.read_text() for path in collect.RESULTS.rglob("*.md")} == tables
+        assert set(collect.RESULTS.rglob("*.png")) == figures.keys()
     finally:
         for path, content in figures.items():
             path.write_bytes(content)
 
 
-def test_every_figure_of_the_readme_is_there():
-    text = (report.ROOT / "README.md").read_text()
-    found = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
-    assert len(found) >= 4
-    assert all((report.ROOT / path).is_file() for path in found)
-
-
-def test_a_readme_without_marks(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text("<!-- precision -->\n<!-- end of report -->\n")
+def test_marks_are_found_in_the_document_that_has_them(tmp_path):
+    first, second = tmp_path / "a.md", tmp_path / "b.md"
+    first.write_text("<!-- precision -->\n<!-- end of report -->\n")
+    second.write_text("a\n<!-- report -->\nold\n<!-- end of report -->\nb\n")
+    readme.fill((first, second), "report", "text\n")
+    assert first.read_text() == "<!-- precision -->\n<!-- end of report -->\n"
+    assert second.read_text() == "a\n<!-- report -->\ntext\n<!-- end of report -->\nb\n"
     with pytest.raises(InputError, match="no lines <!-- report -->"):
-        readme.fill(path, "report", "text\n")
+        readme.fill((first,), "report", "text\n")
 
 
 def test_collect_keeps_evaluations(tmp_path, monkeypatch):

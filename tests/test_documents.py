@@ -1,0 +1,145 @@
+"""The documents keep up with the code: links, commands, numbers and versions."""
+
+import importlib
+import re
+import shlex
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import tyro
+
+import impala
+import ppg
+import ppo
+from common.settings import parse
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+FOLDERS = ("benchmarks", "common", "tests")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+SCRIPTS = {f"{script.__name__}.py": script for script in (ppo, ppg, impala)}
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> list[str]:
+    prose = re.sub(r"`[^`\n]*`", "", FENCED.sub("", document.read_text()))
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = unquote(link).partition("#")
+        target = document.parent / path if path else document
+        if not re.match(r"\w+:", link) and (not target.exists() or (anchor and anchor not in anchors(target))):
+            broken.append(link)
+    return broken
+
+
+def commands(text: str) -> list[list[str]]:
+    """The script and the flags of every `python X.py ...` or `torchrun ... X.py ...` in blocks and in code spans."""
+    blocks = [body for language, body in FENCED.findall(text) if language == "bash"]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`((?:python|torchrun) [^`\n]+)`", FENCED.sub("", text))
+    found = (re.search(r"(?:^|\s)([\w/]+\.py)((?:\s[^;&]*)?)", line.partition(" # ")[0]) for line in lines)
+    return [[match[1], *shlex.split(match[2].replace("$seed", "1"))] for match in found if match]
+
+
+def check_command(script: str, *words: str) -> None:
+    """Raises SystemExit or InputError for flags that the script does not accept, or not together."""
+    assert (ROOT / script).is_file(), script
+    if script in SCRIPTS:
+        args_class = SCRIPTS[script].Args
+        parse(args_class, args_class(), words).validate()
+        return
+    module = importlib.import_module(Path(script).stem)
+    split = words.index("--") if "--" in words else len(words)
+    if hasattr(module, "Args"):
+        args = tyro.cli(module.Args, args=words[:split])
+    if words[split:]:
+        module.make_jobs(replace(args, extra=words[split + 1 :]))
+
+
+@each_document
+def test_links_lead_somewhere(document):
+    assert not broken_links(document)
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "a.md").write_text("# One `two`, three\n```text\n[x](nowhere)\n```\n")
+    (tmp_path / "b.md").write_text(
+        "[a](a.md) [a](a.md#one-two-three) [a](a.md#four) ![b](b.png) `[c](c.md)` [d](https://d.org) [e](#one)"
+    )
+    assert broken_links(tmp_path / "b.md") == ["a.md#four", "b.png", "#one"]
+    assert not broken_links(tmp_path / "a.md")
+
+
+@each_document
+def test_commands_are_accepted(document):
+    for script, *words in commands(document.read_text()):
+        try:
+            check_command(script, *words)
+        except SystemExit:
+            pytest.fail(f"{script} does not accept {words}")
+
+
+def test_commands_are_found():
+    text = """Run `python ppo.py --seed 2`.
+```bash
+for seed in 1 2; do python ppg.py --seed $seed; done
+torchrun --nnodes 2 \\
+    impala.py --num-envs 8 & pid=$!     # not `python x.py`
+pip install -r requirements.txt
+python -m pytest
+```
+```text
+python ppo.py
+```
+"""
+    expected = [["ppg.py", "--seed", "1"], ["impala.py", "--num-envs", "8"], ["ppo.py", "--seed", "2"]]
+    assert commands(text) == expected
+    for words in expected:
+        check_command(*words)
+    with pytest.raises(SystemExit):
+        check_command("ppo.py", "--n-pi", "2")
+
+
+def test_readme_has_two_minutes():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 220
+    assert len(commands(text)) >= 15
+
+
+def test_readme_has_the_measured_speeds():
+    text = (ROOT / "README.md").read_text()
+    speeds = re.findall(r"^\| \w+ default \| (\d+) ", (ROOT / "benchmarks/results/throughput/cpu.md").read_text(), re.M)
+    assert len(speeds) == len(SCRIPTS)
+    assert all(text.count(f"| {speed} |") == 2 for speed in speeds)
+
+
+def requirements(folder: str) -> set[str]:
+    lines = (ROOT / folder / "requirements.txt").read_text().splitlines()
+    return {line for line in lines if line and not line.startswith(("#", "-r"))}
+
+
+def test_pyproject_has_the_same_requirements():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: set(packages) for name, packages in project["optional-dependencies"].items()}
+    assert set(project["dependencies"]) == requirements(".")
+    assert extras["benchmarks"] == requirements("benchmarks")
+    own = extras["tests"] - {f"{project['name']}[benchmarks,track,video]"}
+    assert len(own) == len(extras["tests"]) - 1
+    assert own | extras["track"] | extras["video"] == requirements("tests")
+
+
+def test_versions_agree():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.search(r"^## (\S+) ", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
+    assert re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == version
