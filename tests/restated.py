@@ -1,0 +1,259 @@
+"""PPO and PPG once more, from the papers' equations: slow, one sample at a time, with none of the scripts' code.
+
+`ppo` and `ppg` below train on recorded steps of environments, with recorded orders of minibatches. The scripts must end
+with the same parameters to rounding (test_restated.py). `args` are the settings of a script. The papers:
+
+GAE: Schulman et al. 2016, https://arxiv.org/abs/1506.02438.  PPO: Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
+Adam: Kingma and Ba 2015, https://arxiv.org/abs/1412.6980.  PPG: Cobbe et al. 2020, https://arxiv.org/abs/2009.04416.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Parameters = dict[str, Tensor]  # by name, as in a script's `Agent`
+
+
+class Step(NamedTuple):
+    """A step of one environment. `next_obs` belongs to the same episode as `obs`, even where the step ends it."""
+
+    obs: Tensor
+    action: int
+    reward: float
+    next_obs: Tensor
+    terminated: bool  # the episode has ended by itself
+    truncated: bool  # a time limit has ended the episode
+
+
+class Sample(NamedTuple):
+    """What an update learns from at one step."""
+
+    obs: Tensor
+    action: int
+    old_logprob: Tensor
+    old_value: Tensor
+    advantage: Tensor
+    target: Tensor  # of the value: old value + advantage (before it is normalised)
+
+
+# ---------------------------------------------------------------------------------------------------------- networks
+
+
+def linear(params: Parameters, name: str, x: Tensor) -> Tensor:
+    return params[f"{name}.weight"] @ x + params[f"{name}.bias"]
+
+
+def features_of(params: Parameters, encoder: str, obs: Tensor) -> Tensor:
+    return torch.tanh(linear(params, f"{encoder}.2", torch.tanh(linear(params, f"{encoder}.0", obs))))
+
+
+def policy_of(params: Parameters, obs: Tensor) -> Tensor:
+    """The probability of each action."""
+    logits = linear(params, "policy_head.linear", features_of(params, "encoder", obs))
+    return logits.exp() / logits.exp().sum()
+
+
+def value_of(params: Parameters, obs: Tensor, arch: str) -> Tensor:
+    """V(obs). With `arch` "dual", the value has an encoder of its own; with "shared" (as in PPO) and "detach", it is a
+    head on the policy's; with "detach", its gradient ends there (PPG's variant with a single network)."""
+    features = features_of(params, "value_encoder" if arch == "dual" else "encoder", obs)
+    return linear(params, "value_head", features.detach() if arch == "detach" else features)[0]
+
+
+# ---------------------------------------------------------------------------------------- advantages and value targets
+
+
+class RewardScale:
+    """Rewards divided by the standard deviation of all discounted returns so far, clipped to +-10 (OpenAI's baselines).
+
+    The returns include this rollout's. As much as 1e-4 of a return with mean 0 and variance 1 is there from the start.
+    """
+
+    def __init__(self, num_envs: int, gamma: float):
+        self.gamma, self.running, self.returns = gamma, [0.0] * num_envs, []
+
+    def __call__(self, rollout: list[list[Step]]) -> list[list[Step]]:
+        for n, steps in enumerate(rollout):
+            for step in steps:
+                self.running[n] = step.reward + self.gamma * self.running[n]
+                self.returns.append(self.running[n])
+                if step.terminated or step.truncated:
+                    self.running[n] = 0.0
+        count = 1e-4 + len(self.returns)
+        mean = sum(self.returns) / count
+        variance = (1e-4 * (1 + mean**2) + sum((each - mean) ** 2 for each in self.returns)) / count
+
+        def scale(reward: float) -> float:
+            scaled = max(-10.0, min(10.0, reward / math.sqrt(variance + 1e-8)))
+            return torch.tensor(scaled, dtype=torch.float32).item()  # as the scripts keep rewards
+
+        return [[step._replace(reward=scale(step.reward)) for step in steps] for steps in rollout]
+
+
+def advantage_of(params: Parameters, steps: list[Step], args: Any, arch: str) -> Tensor:
+    """GAE, equation 16, for the first of these steps: the sum over l of (gamma lambda)^l delta_(t+l), up to the end of
+    the episode or of the rollout. The value after the end of an episode is 0, but not where a time limit has cut it."""
+    advantage = 0.0
+    for distance, step in enumerate(steps):
+        next_value = 0.0 if step.terminated else value_of(params, step.next_obs, arch)
+        delta = step.reward + args.gamma * next_value - value_of(params, step.obs, arch)
+        advantage = advantage + (args.gamma * args.gae_lambda) ** distance * delta
+        if step.terminated or step.truncated:
+            break
+    return advantage
+
+
+def normalized(samples: list[Sample]) -> list[Sample]:
+    """The same samples with advantages of mean 0 and standard deviation 1 (with Bessel's correction)."""
+    mean = sum(sample.advantage for sample in samples) / len(samples)
+    std = math.sqrt(sum((sample.advantage - mean) ** 2 for sample in samples) / (len(samples) - 1))
+    return [sample._replace(advantage=(sample.advantage - mean) / (std + 1e-8)) for sample in samples]
+
+
+@torch.no_grad()
+def samples_of(params: Parameters, rollout: list[list[Step]], args: Any, arch: str) -> list[list[Sample]]:
+    """The samples of each environment, by the agent that has made the rollout."""
+    samples = []
+    for steps in rollout:
+        for t, step in enumerate(steps):
+            logprob, value = policy_of(params, step.obs)[step.action].log(), value_of(params, step.obs, arch)
+            advantage = advantage_of(params, steps[t:], args, arch)
+            samples.append(Sample(step.obs, step.action, logprob, value, advantage, value + advantage))
+    return split(normalized(samples) if args.norm_adv == "batch" else samples, args.num_steps)
+
+
+# ------------------------------------------------------------------------------------------------- losses and descent
+
+
+def policy_loss(params: Parameters, sample: Sample, args: Any) -> Tensor:
+    """PPO, equation 7, and the entropy bonus of equation 9; negative, since both are to be maximised. With `kl_penalty`
+    (PPG, section 3.5), the ratio is not clipped; a penalty on the KL divergence is, as half the squared log-ratio."""
+    policy, penalty = policy_of(params, sample.obs), getattr(args, "kl_penalty", None)
+    logratio = policy[sample.action].log() - sample.old_logprob
+    ratio, advantage = logratio.exp(), sample.advantage
+    if penalty is None:
+        clipped = max(1 - args.clip_coef, min(1 + args.clip_coef, ratio))
+        objective = min(ratio * advantage, clipped * advantage)
+    else:
+        objective = ratio * advantage - penalty * logratio**2 / 2
+    entropy = -(policy * policy.log()).sum()
+    return -(objective + args.ent_coef * entropy)
+
+
+def value_loss(params: Parameters, sample: Sample, args: Any, arch: str) -> Tensor:
+    """Half the squared error, weighted. With `clip_coef_vf`, that of the value or of the value clipped to this distance
+    from the old one, whichever is larger (baselines)."""
+    value, clip = value_of(params, sample.obs, arch), args.clip_coef_vf
+    error = (value - sample.target) ** 2
+    if clip is not None:
+        change = max(-clip, min(clip, value - sample.old_value))
+        error = max(error, (sample.old_value + change - sample.target) ** 2)
+    return args.vf_coef * error / 2
+
+
+def mean(losses: Iterator[Tensor]) -> Tensor:
+    losses = list(losses)
+    return sum(losses) / len(losses)
+
+
+class Adam:
+    """Adam, algorithm 1, on `params`, whose tensors it replaces."""
+
+    def __init__(self, params: Parameters, eps: float):
+        self.params, self.eps, self.t = params, eps, 0
+        self.m, self.v = ({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2))
+
+    def descend(self, loss: Tensor, rate: float, max_grad_norm: float | None) -> None:
+        """Take one step, with a gradient whose L2 norm is scaled down to `max_grad_norm` (but for PyTorch's 1e-6)."""
+        gradients = torch.autograd.grad(loss, list(self.params.values()), materialize_grads=True)
+        norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
+        factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
+        self.t += 1
+        for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
+            self.m[name] = 0.9 * self.m[name] + 0.1 * factor * gradient
+            self.v[name] = 0.999 * self.v[name] + 0.001 * (factor * gradient) ** 2
+            m_hat, v_hat = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.999**self.t)
+            self.params[name] = (value - rate * m_hat / (v_hat.sqrt() + self.eps)).detach().requires_grad_()
+
+
+# --------------------------------------------------------------------------------------------------------- algorithms
+
+
+def split(items: list, length: int) -> list[list]:
+    """The items in lists of this length; the last may be shorter."""
+    return [items[start : start + length] for start in range(0, len(items), length)]
+
+
+def shuffled(items: list, orders: Iterator[list[int]]) -> list:
+    """The items in the next of the orders."""
+    order = next(orders)
+    assert sorted(order) == list(range(len(items)))
+    return [items[number] for number in order]
+
+
+def iterations(history: list[list[Step]], args: Any) -> Iterator[tuple[list[list[Step]], float]]:
+    """Each iteration's rollout, with scaled rewards, and learning rate. `history` has the steps of each environment."""
+    scale, count = RewardScale(len(history), args.norm_reward_gamma), len(history[0]) // args.num_steps
+    for i, rollout in enumerate(zip(*(split(steps, args.num_steps) for steps in history), strict=True)):
+        yield (
+            scale(rollout) if args.norm_reward == "return" else rollout,
+            args.learning_rate * (1 - i / count if args.anneal_lr else 1),
+        )
+
+
+def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
+    """PPO, algorithm 1: train `params`, in place."""
+    adam = Adam(params, args.adam_eps)
+    for rollout, rate in iterations(history, args):
+        by_time = zip(*samples_of(params, rollout, args, "shared"), strict=True)
+        samples = [sample for step in by_time for sample in step]  # step 0 of all environments, then step 1, ...
+        for _ in range(args.update_epochs):
+            for minibatch in split(shuffled(samples, orders), len(samples) // args.num_minibatches):
+                minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
+                loss = mean(policy_loss(params, s, args) + value_loss(params, s, args, "shared") for s in minibatch)
+                adam.descend(loss, rate, args.max_grad_norm)
+
+
+def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
+    """PPG, algorithm 1: train `params`, in place. As in OpenAI's code, a minibatch has whole environments, and policy
+    and value have one loss and one Adam if they have as many passes, and else passes and an Adam of their own."""
+    adam, value_adam, aux_adam = (Adam(params, args.adam_eps) for _ in range(3))
+    passes = ["both"] * args.e_policy
+    if args.e_policy != args.e_value:
+        passes = ["value"] * args.e_value + ["policy"] * args.e_policy
+    phase, last = [], len(history[0]) // args.num_steps
+    for i, (rollout, rate) in enumerate(iterations(history, args), start=1):
+        samples = samples_of(params, rollout, args, args.arch)
+        for learns in passes:
+            for envs in split(shuffled(samples, orders), len(samples) // args.num_minibatches):
+                minibatch, loss = [sample for env in envs for sample in env], 0.0
+                minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
+                if learns != "value":
+                    loss = loss + mean(policy_loss(params, sample, args) for sample in minibatch)
+                if learns != "policy":
+                    loss = loss + mean(value_loss(params, sample, args, args.arch) for sample in minibatch)
+                (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
+        phase += samples
+        if i % args.n_pi == 0 or i == last:
+            auxiliary_phase(params, aux_adam, phase, orders, rate, args)
+            phase = []
+
+
+def auxiliary_phase(
+    params: Parameters, adam: Adam, phase: list[list[Sample]], orders: Iterator[list[int]], rate: float, args: Any
+) -> None:
+    """PPG, section 2: L^joint = L^aux + beta_clone KL(old policy || policy), and L^value, on a phase's samples."""
+    with torch.no_grad():
+        phase = [[(sample, policy_of(params, sample.obs)) for sample in samples] for samples in phase]
+    for _ in range(args.e_aux):
+        for minibatch in split(shuffled(phase, orders), args.num_aux_rollouts * args.num_aux_grad_accum):
+            losses = []
+            for sample, old_policy in (each for samples in minibatch for each in samples):
+                aux_value = linear(params, "aux_value_head", features_of(params, "encoder", sample.obs))[0]
+                kl = (old_policy * (old_policy / policy_of(params, sample.obs)).log()).sum()
+                errors = aux_value - sample.target, value_of(params, sample.obs, args.arch) - sample.target
+                losses.append(errors[0] ** 2 / 2 + args.beta_clone * kl + errors[1] ** 2 / 2)
+            adam.descend(mean(losses), rate, args.max_grad_norm)
