@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 import tyro
 from PIL import Image
 from scipy import stats
@@ -51,9 +52,9 @@ class Args:
     seed: Seed = 1
     """seed of level draws and actions"""
     video: Path | None = None
-    """write a video of the first environments to this file (.mp4 needs the package av; or .gif)"""
+    """first write a video to this file (.mp4 needs the package av; or .gif)"""
     video_grid: tuple[Positive[int], Positive[int]] = (3, 2)
-    """columns and rows of the video: environments that it shows"""
+    """columns and rows of the video: environments that it shows, each with its first episode"""
     video_seconds: Positive[float] = 20.0
     """length of the video, at most"""
     video_size: Positive[int] = 512
@@ -76,18 +77,15 @@ def level_range(args: Any, levels: str) -> dict[str, int]:
 
 
 class Video:
-    """A grid of environments, a frame a step, until it is long enough. It stays in memory until `finish`, so that a
-    full disk does not end an evaluation. Raises InputError for a file that cannot be opened."""
+    """A file with a grid of environments, a frame a step. Raises OSError if it cannot be written."""
 
-    def __init__(self, path: Path, columns: int, seconds: float, size: int, fps: int):
+    def __init__(self, path: Path, columns: int, size: int, fps: int):
         self.path, self.columns, self.size, self.fps = path, columns, size, fps
-        self.frames_left = math.ceil(seconds * fps)
         self.gif, self.writer, self.content = [], None, io.BytesIO()
-        self.write(mode="ab")
+        path.open("ab").close()  # before anything is played
 
     def add(self, frames: list[np.ndarray]) -> None:
         """Add a frame of each environment, uint8 [height, width, 3]."""
-        self.frames_left -= 1
         tiles = [np.asarray(Image.fromarray(frame).resize((self.size,) * 2, Image.Resampling.BOX)) for frame in frames]
         rows = [np.concatenate(tiles[n : n + self.columns], axis=1) for n in range(0, len(tiles), self.columns)]
         picture = np.concatenate(rows)
@@ -99,20 +97,36 @@ class Video:
         self.writer.write_frame(picture)
 
     def finish(self) -> None:
-        """Write the file. Raises InputError if that fails."""
         if self.writer is not None:
             self.writer.close()
         if self.gif:
             first, *rest = self.gif
             first.save(self.content, "GIF", save_all=True, append_images=rest, duration=round(1000 / self.fps), loop=0)
-        self.write(mode="wb")
+        self.path.write_bytes(self.content.getbuffer())
 
-    def write(self, mode: str) -> None:
-        try:
-            with self.path.open(mode) as file:
-                file.write(self.content.getbuffer())
-        except OSError as error:
-            raise InputError(f"--video {self.path} cannot be written ({error.strerror}).") from error
+
+def film(args: Args, agent: torch.nn.Module, env_id: str, device: torch.device, **settings: Any) -> None:
+    """Write the video, of environments of its own. Raises InputError if that fails."""
+    columns, rows = args.video_grid
+    if columns * rows % (games := len(env_id.split(","))):
+        raise InputError(f"--video-grid {columns} {rows} cannot be shared by {games} games: use a multiple of {games}.")
+    envs = make_envs(env_id, columns * rows, capture_video=True, **settings)
+    fps = envs.metadata.get("render_fps", 30)
+    frames_left = iter(range(math.ceil(args.video_seconds * fps)))
+    try:
+        video = Video(args.video, columns, args.video_size, fps)
+
+        def on_step(finished: int) -> None:
+            if next(frames_left, None) is not None:
+                video.add(envs.render())
+
+        HeldOut(envs, settings["seed"], device).play(agent, 1, args.greedy, on_step)
+        video.finish()
+    except OSError as error:
+        raise InputError(f"--video {args.video} cannot be written ({error.strerror}).") from error
+    finally:
+        envs.close()
+    print(f"{args.video}: the first episodes of {columns * rows} environments", flush=True)
 
 
 def check(args: Args) -> None:
@@ -132,31 +146,21 @@ def check(args: Args) -> None:
 
 
 def main(args: Args) -> dict[str, float]:
-    """Evaluate, print and return the figures. Raises InputError before anything is played, or, when the figures have
-    been printed, for a video that cannot be written."""
+    """Write the video, if any; then evaluate, print and return the figures. Raises InputError."""
     check(args)
     device = setup_device(args.device, seed=args.seed)
     agent, settings = load_agent(args.run_dir, device)
     games = settings.env_id.split(",")
     num_envs, quota = share_episodes(args.episodes, args.num_envs, games)
-    columns, rows = args.video_grid
-    if args.video is not None and columns * rows > num_envs:
-        needs = f"{columns * rows} environments, not {num_envs}"
-        raise InputError(f"--video-grid needs {needs}: raise --num-envs (and --episodes).")
-    seed = group_seed(args.seed, EVALUATION)
-    levels = {"distribution_mode": settings.distribution_mode, **level_range(settings, args.levels)}
-    envs = make_envs(settings.env_id, num_envs, seed=seed, capture_video=args.video is not None, **levels)
-    fps = envs.metadata.get("render_fps", 30)
-    video = Video(args.video, columns, args.video_seconds, args.video_size, fps) if args.video else None
+    made = {"seed": group_seed(args.seed, EVALUATION), "distribution_mode": settings.distribution_mode}
+    made |= level_range(settings, args.levels)
+    if args.video is not None:
+        film(args, agent, settings.env_id, device, **made)
+    envs = make_envs(settings.env_id, num_envs, **made)
     print(f"{args.run_dir}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
     with tqdm(total=num_envs * quota, unit=" episodes", disable=not sys.stderr.isatty()) as bar:
-
-        def on_step(finished: int) -> None:
-            bar.update(finished - bar.n)
-            if video is not None and video.frames_left:
-                video.add(envs.render()[: columns * rows])
-
-        returns, lengths = HeldOut(envs, seed, device).play(agent, quota, args.greedy, on_step)
+        play = HeldOut(envs, made["seed"], device).play
+        returns, lengths = play(agent, quota, args.greedy, lambda finished: bar.update(finished - bar.n))
     envs.close()
     figures = {}
     for number, (game, summary) in enumerate(summaries(returns, lengths, games, settings.distribution_mode).items()):
@@ -169,8 +173,6 @@ def main(args: Args) -> dict[str, float]:
         }
     for name, value in figures.items():
         print(f"{name}: {value:.3f}")
-    if video is not None:
-        video.finish()
     return figures
 
 
