@@ -10,7 +10,11 @@
 
 namespace {
 
+#ifdef __AVX512F__
 constexpr int LANES = 16;  // channels worked on at once
+#else
+constexpr int LANES = 8;  // GCC takes vectors wider than the processor's apart into numbers: five times as slow
+#endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
@@ -50,7 +54,7 @@ struct BFloat16 {
     }
 };
 
-// A frame's size, of its 16 channels that are worked on, and of the frame that pooling makes of it.
+// A frame's size, of its LANES channels that are worked on, and of the frame that pooling makes of it.
 struct Size {
     int64_t height, width, channels;
     int64_t out_height() const { return (height + 1) / 2; }
@@ -68,7 +72,7 @@ struct Largest {
     }
 };
 
-// Pool 16 channels. `row(h)` gives row h as a pointer to pixels that lie `stride` values apart; it is called for each
+// Pool LANES channels. `row(h)` gives row h as a pointer to pixels that lie `stride` values apart; it is called for each
 // row in turn, once. `taps` [out_height, out_width, channels] gets where the largest values were found; it may be null.
 template <typename In, typename Out, typename Row>
 void pool(Row row, int64_t stride, Out* y, uint8_t* taps, const Size& size, std::vector<Largest>& scratch) {
@@ -99,7 +103,7 @@ void pool(Row row, int64_t stride, Out* y, uint8_t* taps, const Size& size, std:
     }
 }
 
-// The gradient of pooling for 16 channels of rows 2i and 2i + 1: that of each pixel is the sum of dy over the windows
+// The gradient of pooling for LANES channels of rows 2i and 2i + 1: that of each pixel is the sum of dy over the windows
 // (at most four) that took their largest value from there. Windows (i, j), (i, j + 1), (i + 1, j) and (i + 1, j + 1) are
 // all that reach into the 2x2 pixels from (2i, 2j). `lower` is null where row 2i + 1 lies outside of the frame.
 template <typename In, typename Out>
@@ -154,7 +158,7 @@ struct Padded {
     }
 };
 
-// 16 channels of row h of the convolution: `out` gets its pixels, and a few more up to a whole group of them.
+// LANES channels of row h of the convolution: `out` gets its pixels, and a few more up to a whole group of them.
 void convolve(const Padded& x, int64_t h, const Floats* weights, Floats bias, Floats* out, int64_t width) {
     for (int64_t j = 0; j < width; j += AT_ONCE) {
         Floats sums[AT_ONCE];
@@ -170,7 +174,7 @@ void convolve(const Padded& x, int64_t h, const Floats* weights, Floats bias, Fl
     }
 }
 
-// Add to `sums` [28] for row h what its gradient `dy` gives for the 27 weights of 16 channels.
+// Add to `sums` [28] for row h what its gradient `dy` gives for the 27 weights of LANES channels.
 void correlate(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64_t width) {
     for (int a = 0; a < 3; a++) {
         const float* from = x.values.data() + (h + a) * x.row;
