@@ -127,7 +127,7 @@ class Session:
             if isinstance(error, NotImplementedError) and self.checkpoints is None:  # of a space, by the networks
                 raise InputError(f"--env-id {self.args.env_id}: {error}.") from error
             if isinstance(error, MemoryError) or re.search(
-                "out of memory|allocate memory|overflowed|Overflow", str(error)
+                "out of memory|allocate memory|size calculation|Overflow when", str(error)
             ):
                 advice = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
                 if self.checkpoints is None:

@@ -433,6 +433,12 @@ def test_out_of_memory_in_training(script, error, tmp_path, monkeypatch):
         script.main(make_args(script, tmp_path))
 
 
+def test_another_overflow_is_no_lack_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=OverflowError("Overflow in a simulator's clock")))
+    with pytest.raises(OverflowError, match=r"^Overflow in a simulator's clock$"):
+        ppo.main(make_args(ppo, tmp_path))
+
+
 def test_signals_that_arrive_together():
     """The first to be seen counts, and Python has nothing to say about the other."""
     code = """
