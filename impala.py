@@ -1,14 +1,15 @@
-"""IMPALA (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561) for Procgen and Gymnasium.
+"""IMPALA (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561) or asynchronous PPO, for Procgen and Gymnasium.
 
-    python impala.py --env-id starpilot
+    python impala.py --env-id starpilot                    # asynchronous PPO (APPO): V-trace, then PPO's minibatches
+    python impala.py --env-id starpilot --preset paper     # IMPALA as published: V-trace, then one gradient step
     python impala.py --env-id starpilot --use-lstm
-    python impala.py --env-id starpilot --num-actors 0    # act and learn in turn: repeats bit for bit
+    python impala.py --env-id starpilot --num-actors 0     # act and learn in turn: repeats bit for bit
     torchrun --nproc-per-node 4 impala.py --env-id starpilot    # 4 ranks, each a learner with actors of its own
 
 Actor threads play T steps at a time (an unroll), each in environments of its own and with the newest policy that the
 learner has published, and put the unrolls into a bounded queue. The learner takes B unrolls, corrects with V-trace for
 what the policy has learnt since, makes one pass over them, and publishes. Deviations from the paper and from DeepMind's
-scalable_agent:
+scalable_agent; 6 and 7 are those of the default, `--preset appo`:
 
 1. `--total-timesteps` is rounded up to whole batches. Unrolls in the queue when a run ends are dropped.
 2. The logs have every finished episode but those of dropped unrolls. Losses are means over all minibatches.
@@ -18,14 +19,12 @@ scalable_agent:
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
 6. After V-trace comes a pass like PPO's, with neither normalised advantages nor clipped values: many minibatches, and
    the clipped ratio of the policy to the one that V-trace saw (as in IMPACT, Luo et al. 2020,
-   https://arxiv.org/abs/1912.00167). It takes a random three quarters of the steps, for neighbouring frames are much
-   alike. `--num-minibatches 1 --sample-fraction 1` makes the paper's one step.
-7. Losses are means over a minibatch, not sums. To carry a sum's settings over, divide the gradient's norm limit and
-   RMSProp's epsilon by the number of steps summed. PyTorch adds epsilon outside the root, TensorFlow inside: its .01 is
-   .1 outside. PyTorch's RMSProp starts with a mean square of 0, TensorFlow's with 1.
-8. The other defaults are nearer to ppo.py's than to the paper's: unrolls of 128 steps, Adam with a constant learning
-   rate, gamma .999, lambda .95 (not 1), rewards divided by the running standard deviation of the discounted return (not
-   clipped to +-1). With the paper's settings IMPALA learns far less from a step of Procgen (benchmarks/NOTES.md).
+   https://arxiv.org/abs/1912.00167). It takes a random three quarters of the steps: neighbouring frames are much alike.
+7. The other defaults, too, are nearer to ppo.py's than to the paper's. With them the agent learns far more from a step
+   of Procgen than with `--preset paper` (benchmarks/NOTES.md).
+8. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
+   and the gradient's norm limit by T x B: do so, too, when you change T or B. PyTorch adds epsilon outside the root,
+   TensorFlow inside: its .01 is .1 outside. PyTorch's mean square starts at 0, TensorFlow's at 1.
 9. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL;
    rlax multiplies the bracket by lambda, too.
 10. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
@@ -55,13 +54,26 @@ from common.device import to_device
 from common.learning import backward, mean_metrics, micro_batches
 from common.reward_scale import RewardNormalizer
 from common.session import Session, run_script
-from common.settings import Fraction, NotNegative, Positive, RunArgs
+from common.settings import Fraction, NotNegative, Positive, RunArgs, presets
 from common.world import World
 
+NAME = Path(__file__).stem
+PRESETS = {  # defaults other than those of Args; "paper" has those of the paper for Atari
+    "appo": {"exp_name": f"{NAME}-appo"},
+    "paper": {
+        "exp_name": f"{NAME}-paper", "num_steps": 20, "batch_size": 32, "gamma": 0.99, "vtrace_lambda": 1.0,
+        "sample_fraction": 1.0, "num_minibatches": 1, "clip_coef": None, "norm_reward": "clip", "optimizer": "rmsprop",
+        "learning_rate": 6e-4, "anneal_lr": True, "rmsprop_eps": 0.1 / 640, "max_grad_norm": 40 / 640,
+    },
+}  # fmt: skip
 
+
+@presets(PRESETS)
 @dataclass
 class Args(RunArgs):
-    exp_name: str = Path(__file__).stem
+    # ---- preset
+    preset: Literal["appo", "paper"] = "appo"
+    """asynchronous PPO, or IMPALA with the paper's settings; flags given beside it win"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -87,7 +99,7 @@ class Args(RunArgs):
     optimizer: Literal["rmsprop", "adam"] = "adam"
     """RMSProp as in the paper (decay .99, no momentum), or Adam"""
     rmsprop_eps: NotNegative[float] = 1e-4
-    """RMSProp's epsilon, outside the root (the paper's .01, inside it and for a sum of n steps, is .1 / n here)"""
+    """RMSProp's epsilon, outside the root"""
     adam_eps: NotNegative[float] = 1e-5
     """Adam's epsilon (eps)"""
     num_actors: NotNegative[int] = 1
@@ -136,6 +148,10 @@ class Args(RunArgs):
     """width of the MLP's hidden layer (vector observations only)"""
     init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "xavier_uniform"
     """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
+
+    @property
+    def title(self) -> str:
+        return {"appo": "IMPALA (APPO)", "paper": "IMPALA (paper)"}[self.preset]
 
     @property
     def iteration_steps(self) -> int:
@@ -346,7 +362,7 @@ class Unroll(NamedTuple):
     obs: Tensor  # [T + 1, N, *observation_shape], uint8 frames or float32 vectors; the last starts the next unroll
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
     logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
-    rewards: Tensor  # [T, N] float32, clipped or squashed by --norm-reward (the learner scales them)
+    rewards: Tensor  # [T, N] float32, as the environment gave them
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
     state: Tensor  # [2, N, H] float32, the recurrent state before obs[0]
@@ -360,16 +376,6 @@ class Experience(NamedTuple):
     env: int  # number of the environment
     episodes: list[tuple[int, float, int]]  # finished ones: t, return (as the environment gave it), length
     end: dict[str, Any]  # the states of environment and LSTM after the unroll, to resume from
-
-
-def treat_rewards(rewards: np.ndarray, norm_reward: str) -> np.ndarray:
-    """Clip or squash rewards float32 [T, N] as `--norm-reward` says (soft-asymmetric is scalable_agent's)."""
-    if norm_reward == "clip":
-        return rewards.clip(-1, 1)
-    if norm_reward == "soft-asymmetric":
-        squashed = 5 * np.tanh(rewards / 5)
-        return np.where(rewards < 0, 0.3 * squashed, squashed)
-    return rewards
 
 
 @torch.no_grad()
@@ -420,8 +426,8 @@ def act(
             for env in np.flatnonzero(dones[t]):
                 episodes[env].append((t, float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])))
         frames[num_steps] = obs
-        rewards = torch.as_tensor(treat_rewards(rewards, args.norm_reward), device=device)
-        steps = torch.stack(actions), torch.stack(logprobs), rewards, torch.as_tensor(dones, device=device)
+        rewards, dones = torch.as_tensor(rewards, device=device), torch.as_tensor(dones, device=device)
+        steps = torch.stack(actions), torch.stack(logprobs), rewards, dones
         unrolls = Unroll(frames, *steps, truncation_values, first_state)
         ends, recurrent = envs.state_dict(), state.cpu()
         for n in range(num_envs):
@@ -437,14 +443,20 @@ def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
     return Unroll(*(torch.stack(field, dim=1) for field in zip(*unrolls, strict=True)))
 
 
-def scale_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
-    """Rewards [T, B] divided by the scale of returns, after the returns of the whole batch have entered the statistics.
+def treat_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
+    """Rewards [T, B] as `--norm-reward` says. Statistics take in the returns of the whole batch before they scale it.
 
-    The learner scales, not the actors: so a checkpoint's statistics are those of the batches that it has learnt from.
+    The learner does it, not the actors: so a checkpoint's statistics are those of the batches that it has learnt from.
 
     Args:
         envs: the number of each unroll's environment; unrolls of one environment follow each other in time.
     """
+    if normalizer.norm_reward == "clip":
+        return batch.rewards.clamp(-1, 1)
+    if normalizer.norm_reward == "soft-asymmetric":  # scalable_agent's
+        return 5 * torch.tanh(batch.rewards / 5) * torch.where(batch.rewards < 0, 0.3, 1.0)
+    if normalizer.norm_reward == "none":
+        return batch.rewards
     rewards, dones = batch.rewards.cpu().numpy(), batch.dones.cpu().numpy()
     returns, envs = np.empty(rewards.shape), np.array(envs)
     earlier = np.array([np.sum(envs[:column] == env) for column, env in enumerate(envs)])  # unrolls of the same one
@@ -517,16 +529,53 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
+def evaluate(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, ...]:
+    """What the learner makes of unrolls: log-probabilities, entropies, values, V-trace targets, advantages; [T, B]."""
+    params, values = agent.unroll(unrolls.obs, unrolls.state, unrolls.dones)
+    dist = action_dist(agent.action_space, params[:-1])
+    logprobs = dist.log_prob(unrolls.actions)
+    rewards, discounts = unrolls.rewards + args.gamma * unrolls.truncation_values, args.gamma * (1 - unrolls.dones)
+    return logprobs, dist.entropy(), values[:-1], *vtrace(logprobs - unrolls.logprobs, rewards, discounts, values, args)
+
+
+def vtrace_metrics(logratio: Tensor, values: Tensor, targets: Tensor, args: Args) -> dict[str, Tensor]:
+    """How far the learner's policy is from the acting one, and its values from V-trace's targets; arguments [T, B]."""
+    ratio = logratio.exp()
+    return {
+        "losses/behaviour_kl": (ratio - 1 - logratio).mean(),
+        "losses/rho": ratio.mean(),
+        "losses/rho_clipfrac": (ratio > args.rho_bar).float().mean(),
+        "losses/c_clipfrac": (ratio > args.c_bar).float().mean(),
+        "losses/pg_rho_clipfrac": (ratio > args.pg_rho_bar).float().mean(),
+        "losses/explained_variance": explained_variance(values, targets),
+    }
+
+
+def paper_update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world: World) -> dict[str, Tensor]:
+    """Learn from a batch of unrolls as the paper does: V-trace and its losses, one gradient step. Returns metrics."""
+    seen = []
+
+    def loss_of(dones, *unrolls):
+        logprobs, entropies, values, targets, advantages = evaluate(agent, Unroll(*unrolls), args)
+        seen.append((logprobs.detach(), values.detach(), targets))
+        pg_loss, v_loss, entropy = -(logprobs * advantages).mean(), value_loss(values, targets), entropies.mean()
+        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+        return loss, {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy}
+
+    optimizer.zero_grad()
+    metrics = backward(loss_of, (batch.dones, *batch), args.micro_batch_size, world, dim=1)  # the ranks' mean gradient
+    metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+    optimizer.step()
+    logprobs, values, targets = (torch.cat(pieces, dim=1) for pieces in zip(*seen, strict=True))
+    return metrics | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
+
+
 def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world: World) -> dict[str, Tensor]:
     """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns mean metrics."""
     with torch.no_grad():
-        pieces = micro_batches((batch.dones, batch.obs, batch.state), args.micro_batch_size, dim=1)
-        outputs = [agent.unroll(obs, state, dones) for dones, obs, state in pieces]
-        params, values = (torch.cat(output, dim=1) for output in zip(*outputs, strict=True))
-        logprobs = action_dist(agent.action_space, params[:-1]).log_prob(batch.actions)
-    logratio = logprobs - batch.logprobs
-    rewards, discounts = batch.rewards + args.gamma * batch.truncation_values, args.gamma * (1 - batch.dones)
-    targets, advantages = vtrace(logratio, rewards, discounts, values, args)
+        pieces = micro_batches((batch.dones, *batch), args.micro_batch_size, dim=1)
+        outputs = zip(*(evaluate(agent, Unroll(*unrolls), args) for _, *unrolls in pieces), strict=True)
+        logprobs, _, values, targets, advantages = (torch.cat(output, dim=1) for output in outputs)
 
     def loss_of(obs, dones, actions, old_logprobs, targets, advantages, state):
         params, values = agent.unroll(obs, state, dones)
@@ -541,8 +590,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
     samples = batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages
     if not args.use_lstm:
         samples = [x.flatten(0, 1).unsqueeze(0) for x in samples]
-    num_samples = samples[0].shape[1]
-    history = []
+    num_samples, history = samples[0].shape[1], []
     drawn = torch.randperm(num_samples, device=logprobs.device)[: math.ceil(args.sample_fraction * num_samples)]
     for index in drawn.tensor_split(args.num_minibatches):
         state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
@@ -552,16 +600,8 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
         metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
         optimizer.step()
         history.append(metrics)
-    ratio = logratio.exp()
-    return mean_metrics(history) | {
-        "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
-        "losses/behaviour_kl": (ratio - 1 - logratio).mean(),
-        "losses/rho": ratio.mean(),
-        "losses/rho_clipfrac": (ratio > args.rho_bar).float().mean(),
-        "losses/c_clipfrac": (ratio > args.c_bar).float().mean(),
-        "losses/pg_rho_clipfrac": (ratio > args.pg_rho_bar).float().mean(),
-        "losses/explained_variance": explained_variance(values[:-1], targets),
-    }
+    initial = {"losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"]}
+    return mean_metrics(history) | initial | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -628,10 +668,10 @@ def main(args: Args) -> Path:
 
             # ---- learn
             batch = stack_unrolls([experience.unroll for experience in experiences])
-            if args.norm_reward == "return":
-                envs_played = [experience.env for experience in experiences]
-                batch = batch._replace(rewards=scale_rewards(batch, envs_played, reward_normalizer))
-            metrics = update(agent, optimizer, batch, args, world)
+            envs_played = [experience.env for experience in experiences]
+            batch = batch._replace(rewards=treat_rewards(batch, envs_played, reward_normalizer))
+            one_step = args.num_minibatches == 1 and args.sample_fraction == 1
+            metrics = (paper_update if one_step else update)(agent, optimizer, batch, args, world)
             metrics = run.require_finite(step, metrics)  # before an actor draws from a broken policy
             version += 1
             published[0] = copy.deepcopy(agent), version  # as a whole: no actor sees half of an update

@@ -18,11 +18,12 @@ import matplotlib.pyplot as plt
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent))
+import readme
 from collect import RESULTS, finished_run, write_curve
 from curves import Curve, difference, read, score
 
 FOLDER = RESULTS / "precision"
-MARKS = {"ppo": 1_015_808, "impala": 1_015_808, "ppg": 524_288}  # steps, whole iterations
+MARKS = {"ppo": 1_015_808, "impala-appo": 1_015_808, "ppg": 524_288}  # steps, whole iterations
 WINDOW = 131_072
 COLOURS = {"fp32": "C0", "bf16": "C1"}
 
@@ -77,7 +78,7 @@ def main(run_dirs: list[str]) -> None:
             middle, low, high = difference(scores["bf16"], scores["fp32"])
             result = [f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}"]
             pairs.append((scores["bf16"], scores["fp32"]))
-        lines.append(f"| {algorithm} {game} | {' | '.join([f'{mark:,}', *texts, *result])} |")
+        lines.append(f"| {readme.label(algorithm)} {game} | {' | '.join([f'{mark:,}', *texts, *result])} |")
     if pairs:
         middle, low, high = pooled_difference(pairs)
         lines.append(f"| mean of {len(pairs)} tasks, in % of fp32 | | | | {middle:+.1%} | {low:+.1%} to {high:+.1%} |")
@@ -97,7 +98,7 @@ def plot(tasks: dict[tuple[str, str], dict[str, dict[int, Curve]]], path: Path) 
                 values = [score(curve, end, WINDOW // 2) for end in blocks]
                 label = precision if number == 0 else None
                 axis.plot([end / 1e6 for end in blocks], values, color=COLOURS[precision], label=label)
-        axis.set_title(f"{algorithm} {game}", fontsize=10)
+        axis.set_title(f"{readme.label(algorithm)} {game}", fontsize=10)
         axis.set_xlabel("million steps")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("return")

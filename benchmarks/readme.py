@@ -14,6 +14,13 @@ from common.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+# What tables and figures call the runs of a script, by their --exp-name, or the script
+LABELS = {"ppo": "PPO", "ppg": "PPG", "impala-appo": "IMPALA (APPO)", "impala-paper": "IMPALA (paper)"}
+LABELS["impala"] = LABELS["impala-appo"]
+
+
+def label(algorithm: str) -> str:
+    return LABELS.get(algorithm, algorithm)
 
 
 def fill(documents: Iterable[Path], name: str, text: str) -> None:

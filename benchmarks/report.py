@@ -58,7 +58,6 @@ PUBLISHED = {
 }
 TEST = {"easy-200": "ppo_easy_200_test"}
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
-ALGORITHMS = ("ppo", "ppg", "impala")  # which have the same colours in all figures
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Protocol:
         return (reference(file) if file else {}), label
 
     def colour(self, algorithm: str) -> str:
-        return f"C{[*dict.fromkeys((*ALGORITHMS, *self.runs))].index(algorithm) % 10}"
+        return f"C{[*dict.fromkeys((*readme.LABELS, *self.runs))].index(algorithm) % 10}"
 
 
 reference = cache(curves.read_reference)
@@ -161,7 +160,7 @@ def verdict_table(protocol: Protocol) -> list[str]:
                 if ours:
                     theirs = published[game].scores(steps) if game in published else []
                     texts = [", ".join(f"{score:.2f}" for score in scores) or "-" for scores in (ours, theirs)]
-                    rows.append([f"{algorithm} {game}", mark, *texts, *verdict(ours, theirs)])
+                    rows.append([f"{readme.label(algorithm)} {game}", mark, *texts, *verdict(ours, theirs)])
     return readme.markdown(columns, rows)
 
 
@@ -171,7 +170,7 @@ def origins(protocol: Protocol) -> list[str]:
     for algorithm in protocol.runs:
         published, label = protocol.published(algorithm)
         if published:
-            labels.setdefault(label, []).append(algorithm)
+            labels.setdefault(label, []).append(readme.label(algorithm))
     return [f"Published, for {', '.join(names)}: {label}." for label, names in labels.items()]
 
 
@@ -192,7 +191,7 @@ def summary_table(protocol: Protocol) -> list[str]:
             for steps in (MARKS["1M"], MARKS["2M"]):
                 ours = protocol.scores(algorithm, game, steps)
                 cells += [cell(ours), cell(published[game].scores(steps) if ours and game in published else [])]
-            rows.append([f"{algorithm} {game}", str(len(runs)), *cells])
+            rows.append([f"{readme.label(algorithm)} {game}", str(len(runs)), *cells])
     return readme.markdown(columns, rows)
 
 
@@ -229,7 +228,7 @@ def aggregate_table(protocol: Protocol) -> list[str]:
                 cells = [interval(curves.with_interval(statistic, others)) for statistic in statistics]
                 cells.append(interval(curves.with_interval(curves.probability_of_improvement, samples + others)))
             means = [interval(curves.with_interval(statistic, samples)) for statistic in statistics]
-            rows.append([algorithm, mark, f"{len(samples)} x {seeds}", *means, *cells])
+            rows.append([readme.label(algorithm), mark, f"{len(samples)} x {seeds}", *means, *cells])
     return readme.markdown(columns, rows)
 
 
@@ -305,7 +304,9 @@ def gap_table(protocol: Protocol) -> list[str]:
                 if game in test and train[game].scores(steps):
                     both = [mean(curve[game].scores(steps)) for curve in (train, test)]
                     published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
-                rows.append([f"{algorithm} {game}", mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
+                rows.append(
+                    [f"{readme.label(algorithm)} {game}", mark, mine, others, f"{mean(gaps):.2f}", low_high, *published]
+                )
     return readme.markdown(columns, rows)
 
 
@@ -328,7 +329,10 @@ def commands(protocol: Protocol) -> list[str]:
             command = f"{re.sub(r' --seed [0-9]+', '', command)} --seed $seed"
             command = f"for seed in {' '.join(map(str, metas))}; do {command}; done"
         commits = [str(meta["commit"])[:7] + " with changes" * bool(meta["dirty"]) for meta in metas.values()]
-        lines += [f"# {folder.parent.name} {folder.name} (made at {', '.join(dict.fromkeys(commits))})", command]
+        lines += [
+            f"# {readme.label(folder.parent.name)} {folder.name} (made at {', '.join(dict.fromkeys(commits))})",
+            command,
+        ]
     return lines
 
 
@@ -382,9 +386,9 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
             longest = max(longest, ends[-1])
             values = np.array([smoothed(protocol, curve, ends) for curve in runs])
             at_end = sum(curve.steps[-1] >= ends[-1] for curve in runs)
-            label = f"{algorithm} (n = {len(runs)}{f', {at_end} at the end' * (at_end < len(runs))})"
+            label = f"{readme.label(algorithm)} (n = {len(runs)}{f', {at_end} at the end' * (at_end < len(runs))})"
             draw(axis, np.array(ends) / 1e6, values, color=colour, label=label)
-            label = f"{algorithm}, held-out"
+            label = f"{readme.label(algorithm)}, held-out"
             for evaluated in evaluations_of(protocol, algorithm, game).values():
                 axis.plot(np.array(evaluated.steps) / 1e6, evaluated.returns, "--", color=colour, lw=1, label=label)
                 label = None
@@ -411,7 +415,7 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
             scores = {game: runs for game in ranged if (runs := protocol.scores(algorithm, game, steps))}
             if len(scores) < 2:
                 continue
-            label = f"{algorithm}, {mark}, {len(scores)} games"
+            label = f"{readme.label(algorithm)}, {mark}, {len(scores)} games"
             profile = curves.performance_profile(by_game(protocol, scores), thresholds)
             axis.step(thresholds, profile, where="post", color=protocol.colour(algorithm), label=label)
             published, name = protocol.published(algorithm)

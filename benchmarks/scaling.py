@@ -99,7 +99,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
         base = next(each for (name, _), each in groups.items() if name == algorithm)
         speeds, others = ([float(row["steps_per_second"]) for row in each] for each in (group, base))
         speedups = [mine / theirs for mine, theirs in zip(speeds, others, strict=True)]
-        lines.append([algorithm, str(ranks), spread(speeds), spread(speedups, 2)])
+        lines.append([readme.label(algorithm), str(ranks), spread(speeds), spread(speedups, 2)])
     return readme.markdown(["script", "ranks", "steps/s, all ranks", "x the first"], lines)
 
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import readme
 import tyro
 
 ROOT = Path(__file__).parent.parent
@@ -439,7 +440,7 @@ def table(rows: list[dict[str, str]]) -> str:
         shares = [f"{statistics.median(column(group, name)):.0%}" if column(group, name) else "-" for name in shares]
         peak = memory.get((algorithm, configuration))
         cells = [
-            f"{algorithm} {configuration}",
+            f"{readme.label(algorithm)} {configuration}",
             spread(column(group, "steps_per_second")),
             ratios(group, groups.get((algorithm, "plain"), [])),
             ratios(group, groups.get((algorithm, "plain+malloc"), [])),
@@ -455,7 +456,12 @@ def table(rows: list[dict[str, str]]) -> str:
         for (algorithm, configuration, value), group in swept.items():
             phases = [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
             peak = f"{max(column(group, 'peak_gb')):.2f}"
-            cells = [f"{algorithm} {configuration}, {value}", spread(column(group, "steps_per_second")), *phases, peak]
+            cells = [
+                f"{readme.label(algorithm)} {configuration}, {value}",
+                spread(column(group, "steps_per_second")),
+                *phases,
+                peak,
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -483,7 +489,7 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
                 label = configuration if place == 0 else None
                 axes.bar(x, middle, width * 0.95, yerr=error, capsize=2, color=f"C{number}", label=label)
                 axes.text(x, max(speeds), f"{middle:.0f}", ha="center", va="bottom", fontsize=7)
-    axes.set_xticks(range(len(algorithms)), algorithms)
+    axes.set_xticks(range(len(algorithms)), map(readme.label, algorithms))
     axes.set_ylabel("environment steps per second")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
@@ -515,8 +521,6 @@ def main(args: Args) -> None:
         path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         with path.open("w", newline="") as file:
             run_all(args, file)
-    import readme
-
     rows, origin = readme.read_measurement(path)
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)

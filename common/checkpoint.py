@@ -158,8 +158,7 @@ class Checkpoints:
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError where the run is
-        complete and its last checkpoint cannot be written, and instead of such an `error`, with where the last good
-        model is and how to resume."""
+        complete and its last checkpoint cannot be written, and instead of such an `error`, with the way to resume."""
         run, path, unwritten = self.run, self.run.path, []
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(path)]
         try:

@@ -65,8 +65,7 @@ def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
 
 class Envs(RecordEpisodeStatistics):
     """A vector environment with episode statistics, steps in two halves, and a state that a checkpoint can hold. `obs`
-    [N, ...] are the observations that await actions. `groups` lists environments that are stepped together, with the
-    slice of their numbers: here a single group."""
+    [N, ...] are the observations that await actions. `groups` lists groups of environments with their numbers: one."""
 
     def __init__(self, envs: VectorEnv):
         super().__init__(envs)

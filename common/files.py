@@ -27,8 +27,7 @@ def make_run_dir(args: Any) -> Path:
 
 
 def lock_folder(path: Path) -> IO:
-    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if another process
-    has locked it."""
+    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if it is in use."""
     file = (path / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

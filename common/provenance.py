@@ -1,6 +1,5 @@
 """Where a run's numbers come from: command, commit, versions, machine."""
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -24,10 +23,12 @@ UTC = "%Y-%m-%dT%H:%M:%SZ"
 
 def command(args: Any, script: str, launcher: str = "python") -> str:
     """The command line that repeats a run: the script's name and each flag that differs from its default."""
-    words = [*launcher.split(), script]
-    for field in dataclasses.fields(args):
-        value, name = getattr(args, field.name), flag(field.name)
-        if value != field.default:
+    words, defaults = [*launcher.split(), script], type(args)()
+    if getattr(args, "preset", None) != getattr(defaults, "preset", None):
+        words, defaults = [*words, "--preset", args.preset], type(args)(preset=args.preset)
+    for setting, value in vars(args).items():
+        name = flag(setting)
+        if value != getattr(defaults, setting):
             words += [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, str(value)]
     return shlex.join(words)
 

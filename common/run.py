@@ -57,7 +57,7 @@ class Run:
         self.start = self.last_shown - state.get("seconds", 0.0)
         if world.rank == 0:
             task = args.env_id + (f" ({args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else "")
-            header = f"{args.exp_name} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision}"
+            header = f"{args.title} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision}"
             ranks = f" | {world.world_size} ranks" if world.world_size > 1 else ""
             at = f" | resumed at step {self.step:,}" if resumed else ""
             print(f"{header} | {num_parameters:,} parameters{ranks} | {self.path}{at}", flush=True)
@@ -227,8 +227,7 @@ class Run:
 
 
 def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    """The metrics as numbers, which are read from a device together: each read waits for it. Raises TrainingError for
-    one that is NaN or infinite."""
+    """The metrics as numbers, read from a device together. Raises TrainingError for one that is NaN or infinite."""
     tensors = {tag: value.double() for tag, value in metrics.items() if isinstance(value, torch.Tensor)}
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
     values = {**metrics, **dict(zip(tensors, numbers, strict=True))}

@@ -33,7 +33,7 @@ Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lamb
 
 # Old or foreign names of flags, which the command line accepts
 ALIASES = {"--baseline-coef": "--vf-coef"}  # rllte's and TorchBeast's name
-SECTIONS = ("environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run")  # in the order of --help
+SECTIONS = "preset", "environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run"  # of --help
 
 
 def flag(name: str) -> str:
@@ -53,6 +53,19 @@ def check_limits(args: Any) -> None:
             for limits in getattr(each, "__metadata__", ()):
                 if isinstance(limits, Limits) and not limits.holds(value):
                     raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+
+
+def presets(named: dict[str, dict[str, Any]]) -> Callable[[type], type]:
+    """Decorate a dataclass of settings: its `preset` chooses, by name, other defaults for the settings not given."""
+
+    def decorate(args_class: type) -> type:
+        def with_preset(self: Any, **given: Any) -> None:
+            init(self, **named.get(given.get("preset", self.preset), {}) | given)
+
+        init, args_class.__init__ = args_class.__init__, with_preset
+        return args_class
+
+    return decorate
 
 
 @dataclass
@@ -103,6 +116,8 @@ class RunArgs:
     capture_video: bool = False
     """write videos of environment 0 into the run folder (slower: Procgen then also draws 512x512 frames)"""
 
+    title = property(lambda self: self.exp_name, doc="What the screen calls the algorithm.")
+
     def constraints(self) -> Iterator[tuple[bool, str]]:
         """What must hold between settings: pairs of a condition and a sentence that says what to change."""
         heads = "--init-heads is for a run that starts from another: add --init-from, or leave it out."
@@ -138,6 +153,10 @@ def sections(args_class: type) -> dict[str, dict[str, str]]:
 
 def parse(args_class: type, default: Any, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it, with `default` for all other settings."""
+    words = sys.argv[1:] if words is None else words
+    preset = re.search(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))
+    if preset and hasattr(default, "preset") and default == args_class():  # else: a resumed run has all its settings
+        default = args_class(preset=preset[1])
     hints, groups = get_type_hints(args_class, include_extras=True), []
     for title, helps in sections(args_class).items():  # a dataclass for each, since tyro's --help lists dataclasses
         flags = [
@@ -147,7 +166,6 @@ def parse(args_class: type, default: Any, words: Sequence[str] | None = None) ->
         group = make_dataclass(title.replace(" ", "_"), flags, namespace={"__doc__": ""})
         groups.append((group.__name__, tyro.conf.OmitArgPrefixes[group], field(default_factory=group)))
     description = (inspect.getmodule(args_class).__doc__ or "").partition("\n")[0]
-    words = sys.argv[1:] if words is None else words
     words = [re.sub(r"^--[\w-]+", lambda name: ALIASES.get(name[0], name[0]), word) for word in words]
     view = tyro.cli(make_dataclass("Args", groups), args=words, description=description)
     return args_class(**{name: value for group in vars(view).values() for name, value in vars(group).items()})

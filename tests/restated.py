@@ -1,10 +1,12 @@
-"""PPO and PPG once more, from the papers' equations: slow, one sample at a time, with none of the scripts' code.
+"""PPO, PPG and IMPALA once more, from the papers' equations: slow, one sample at a time, without the scripts' code.
 
-`ppo` and `ppg` below train on recorded steps of environments, with recorded orders of minibatches. The scripts must end
-with the same parameters to rounding (test_restated.py). `args` are the settings of a script. The papers:
+The functions of these names train on recorded steps of environments, with recorded orders of minibatches. The scripts
+must end with the same parameters to rounding (test_restated.py). `args` are the settings of a script. The papers:
 
 GAE: Schulman et al. 2016, https://arxiv.org/abs/1506.02438.  PPO: Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
 Adam: Kingma and Ba 2015, https://arxiv.org/abs/1412.6980.  PPG: Cobbe et al. 2020, https://arxiv.org/abs/2009.04416.
+IMPALA: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, with the learner of TorchBeast's MonoBeast (Kuettler et
+al. 2019, https://arxiv.org/abs/1910.03552).
 """
 
 import math
@@ -257,3 +259,103 @@ def auxiliary_phase(
                 errors = aux_value - sample.target, value_of(params, sample.obs, args.arch) - sample.target
                 losses.append(errors[0] ** 2 / 2 + args.beta_clone * kl + errors[1] ** 2 / 2)
             adam.descend(mean(losses), rate, args.max_grad_norm)
+
+
+# ------------------------------------------------------------------------------------------------------------- IMPALA
+
+State = tuple[Tensor, Tensor] | None  # h and c of the LSTM
+
+
+class Played(NamedTuple):
+    """An unroll of one environment: T steps, and one more of which only the observation counts."""
+
+    steps: list[Step]
+    rewards: list[float]  # clipped; a time limit adds the discounted value of the last observation
+    probabilities: list[Tensor]  # of the actions, by the policy that took them
+    state: State  # before the first observation
+
+
+def view_of(params: Parameters, obs: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+    """The probability of each action, the value, and the next state."""
+    features = features_of(params, "encoder", obs)
+    if state is not None:  # Hochreiter and Schmidhuber 1997 with forget gates, which PyTorch keeps second of four
+        gates = params["lstm.weight_ih"] @ features + params["lstm.bias_ih"]
+        i, f, g, o = (gates + params["lstm.weight_hh"] @ state[0] + params["lstm.bias_hh"]).split(len(features))
+        cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        features = o.sigmoid() * cell.tanh()
+        state = features, cell
+    logits = linear(params, "policy_head.linear", features)
+    return logits.exp() / logits.exp().sum(), linear(params, "value_head", features)[0], state
+
+
+def next_state(step: Step, state: State) -> State:
+    """The state before the next observation: zeros where this step has ended an episode."""
+    ended = state is not None and (step.terminated or step.truncated)
+    return tuple(torch.zeros_like(each) for each in state) if ended else state
+
+
+@torch.no_grad()
+def play(params: Parameters, steps: list[Step], state: State, args: Any) -> tuple[Played, State]:
+    """What an actor hands over, and its next state."""
+    rewards, probabilities, first = [], [], state
+    for step in steps[:-1]:
+        policy, _, state = view_of(params, step.obs, state)
+        probabilities.append(policy[step.action])
+        rewards.append(max(-1.0, min(1.0, step.reward)))
+        if step.truncated and not step.terminated:
+            rewards[-1] = rewards[-1] + args.gamma * view_of(params, step.next_obs, state)[1]
+        state = next_state(step, state)
+    return Played(steps, rewards, probabilities, first), state
+
+
+def impala_loss(params: Parameters, unroll: Played, args: Any) -> Tensor:
+    """The sum over an unroll of the policy-gradient loss, half the squared errors of the values, and the entropies."""
+    policies, values, state = [], [], unroll.state
+    for step in unroll.steps:
+        policy, value, state = view_of(params, step.obs, state)
+        policies, values, state = [*policies, policy], [*values, value], next_state(step, state)
+    steps = unroll.steps[:-1]
+    with torch.no_grad():
+        gammas = [0.0 if step.terminated or step.truncated else args.gamma for step in steps]
+        ratios = [policies[t][step.action] / unroll.probabilities[t] for t, step in enumerate(steps)]
+        rho, c = [min(args.rho_bar, r) for r in ratios], [args.vtrace_lambda * min(args.c_bar, r) for r in ratios]
+        vs = [value.detach() for value in values]
+        for s in range(len(steps)):  # equation 1
+            for t in range(s, len(steps)):
+                delta = rho[t] * (unroll.rewards[t] + gammas[t] * values[t + 1] - values[t])
+                vs[s] = vs[s] + math.prod(gammas[i] * c[i] for i in range(s, t)) * delta
+        advantages = [
+            min(args.pg_rho_bar, ratios[s]) * (unroll.rewards[s] + gammas[s] * vs[s + 1] - values[s])
+            for s in range(len(steps))
+        ]
+    loss = 0.0
+    for s, step in enumerate(steps):
+        entropy = -(policies[s] * policies[s].log()).sum()
+        loss = loss - advantages[s] * policies[s][step.action].log() - args.ent_coef * entropy
+        loss = loss + args.vf_coef * (vs[s] - values[s]) ** 2 / 2
+    return loss
+
+
+def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
+    """IMPALA with losses summed over T x B steps, and RMSProp: train `params`, in place. Rounds of one unroll of each
+    environment are played by the newest parameters, and wait for their batch."""
+    size, start = args.num_steps * args.batch_size, None
+    if args.use_lstm:
+        start = tuple(torch.zeros(2, args.feature_dim))
+    squares, states = {name: torch.zeros_like(value) for name, value in params.items()}, [start] * len(history)
+    waiting, played = [], 0
+    for i in range(args.total_timesteps // size):
+        while len(waiting) < args.batch_size:
+            for n, steps in enumerate(history):
+                unroll, states[n] = play(params, steps[played : played + args.num_steps + 1], states[n], args)
+                waiting.append(unroll)
+            played += args.num_steps
+        batch, waiting = waiting[: args.batch_size], waiting[args.batch_size :]
+        gradients = torch.autograd.grad(sum(impala_loss(params, unroll, args) for unroll in batch), params.values())
+        norm, limit = math.sqrt(sum((gradient**2).sum() for gradient in gradients)), size * args.max_grad_norm
+        factor = min(1.0, limit / (norm + size * 1e-6))
+        rate = args.learning_rate * (1 - i * size / args.total_timesteps if args.anneal_lr else 1)
+        for (name, value), gradient in zip(params.items(), gradients, strict=True):
+            squares[name] = 0.99 * squares[name] + 0.01 * (factor * gradient) ** 2
+            change = rate * factor * gradient / (squares[name].sqrt() + size * args.rmsprop_eps)
+            params[name] = (value - change).detach().requires_grad_()

@@ -283,7 +283,7 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     assert [(row["sweep"], row["configuration"]) for row in rows] == [("", "default")] * 2 + [("memory", "default")]
     output = capsys.readouterr().out
     assert "[1/5] ppo plain: failed (RuntimeError('killed'))" in output
-    assert "| ppo default | 1 [1, 1] | - | - | 1 | 1 | 1 | 1 | 100%, 100%, 100% | 1.00 |" in output
+    assert "| PPO default | 1 [1, 1] | - | - | 1 | 1 | 1 | 1 | 100%, 100%, 100% | 1.00 |" in output
     assert "benchmarks/throughput.py" in json.loads((tmp_path / "cpu.meta.json").read_text())["command"]
 
 
@@ -314,7 +314,7 @@ def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
         document
         == f"before\n<!-- throughput cpu -->\n{(out / 'cpu.md').read_text()}<!-- end of throughput cpu -->\nafter\n"
     )
-    line = next(line for line in document.splitlines() if line.startswith("| ppo default"))
+    line = next(line for line in document.splitlines() if line.startswith("| PPO default"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[1:4] == ["500 [400, 900]", "4.50 [4.00, 5.00]", "-"]
     assert cells[4:] == ["100", "10", "900", "0", "50%, -, 40%", "1.23"]
@@ -377,7 +377,7 @@ def test_precision_from_run_folders_to_table(tmp_path, monkeypatch):
     ]
     precision.main([str(run) for run in runs])
     table = (tmp_path / "precision" / "precision.md").read_text()
-    assert "| ppo CartPole-v1 | 512 |" in table
+    assert "| PPO CartPole-v1 | 512 |" in table
     assert "too few seeds" in table
     assert "runs-dir" not in (tmp_path / "precision" / "ppo" / "CartPole-v1" / "bf16-seed2.meta.json").read_text()
     last = ppo.main(ppo.Args(**small, precision="fp32", seed=2, runs_dir=str(tmp_path / "runs"), device="cpu"))
@@ -410,7 +410,7 @@ def test_scaling_runs_one_process_and_two_ranks(tmp_path, monkeypatch):
     with (tmp_path / "cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["ranks"], float(row["steps_per_second"]) > 0) for row in rows] == [("1", True), ("2", True)]
-    assert "| impala | 2 |" in (tmp_path / "cpu.md").read_text()
+    assert "| IMPALA (APPO) | 2 |" in (tmp_path / "cpu.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_scaling_compares_in_each_round():
         for speed in values
     ]
     *_, last = scaling.table(rows)
-    assert last == "| ppo | 2 | 255 [150, 360] | 1.65 [1.50, 1.80] |"
+    assert last == "| PPO | 2 | 255 [150, 360] | 1.65 [1.50, 1.80] |"
 
 
 def test_exploration_from_runs_to_table(tmp_path, monkeypatch):

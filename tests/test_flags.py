@@ -77,6 +77,7 @@ ELSEWHERE = {
     "test_flags.py": "exp_name torch_deterministic track wandb_project_name wandb_entity",
     "test_run.py": "runs_dir capture_video",
     "test_device.py": "device",
+    "test_session.py": "preset",
     "test_learning.py": "precision micro_batch_size",
     "test_gpu.py": "accelerate",
     "test_checkpoint.py": "resume init_from checkpoint_interval keep_checkpoints aux_frames",

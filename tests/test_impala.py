@@ -258,13 +258,19 @@ def test_losses_by_hand():
     assert targets.grad is None
 
 
-def test_rewards_treated():
-    rewards = np.array([[-10.0, -0.5, 0.0, 0.5, 10.0]], np.float32)
-    assert impala.treat_rewards(rewards, "none") is rewards
-    assert impala.treat_rewards(rewards, "clip").tolist() == [[-1, -0.5, 0, 0.5, 1]]
-    # 5 tanh(r / 5), negative ones times .3: 5 tanh(2) = 4.82014, 5 tanh(.1) = .49834
-    expected = [[-0.3 * 4.82014, -0.3 * 0.49834, 0, 0.49834, 4.82014]]
-    np.testing.assert_allclose(impala.treat_rewards(rewards, "soft-asymmetric"), expected, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("norm_reward", "expected"),
+    [
+        ("none", [-10, -0.5, 0, 0.5, 10]),
+        ("clip", [-1, -0.5, 0, 0.5, 1]),
+        # 5 tanh(r / 5), negative ones times .3: 5 tanh(2) = 4.82014, 5 tanh(.1) = .49834
+        ("soft-asymmetric", [-0.3 * 4.82014, -0.3 * 0.49834, 0, 0.49834, 4.82014]),
+    ],
+)
+def test_rewards_treated(norm_reward, expected):
+    batch = impala.Unroll(*[None] * 3, torch.tensor([[-10.0, -0.5, 0.0, 0.5, 10.0]]), *[None] * 3)
+    treated = impala.treat_rewards(batch, [0] * 5, RewardNormalizer(1, 0.9, norm_reward))
+    assert treated.tolist()[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_stacked_unrolls_lie_side_by_side():
@@ -316,8 +322,8 @@ def test_a_reward_for_the_last_step_alone_is_learnt_from(norm_reward, monkeypatc
     for each in unrolls:
         assert each.unroll.dones.tolist() == each.unroll.rewards.tolist() == ends.tolist()
     batch = impala.stack_unrolls([each.unroll for each in unrolls])
-    if norm_reward == "return":
-        batch = batch._replace(rewards=impala.scale_rewards(batch, [0, 1], RewardNormalizer(2, 0.9)))
+    normalizer = RewardNormalizer(2, 0.9, norm_reward)
+    batch = batch._replace(rewards=impala.treat_rewards(batch, [0, 1], normalizer))
     scale = batch.rewards[2, 0].item()
     assert scale > 0
     monkeypatch.setattr(impala, "vtrace", vtrace := Spy(impala.vtrace))
@@ -372,7 +378,7 @@ def test_rewards_are_scaled_in_order_of_time():
         expected[:, columns] = scaled[5 * count : 5 * (count + 1)]
     nothing = [None] * 4
     unrolls = impala.Unroll(*nothing[:3], *map(torch.as_tensor, batch), *nothing[:2])
-    np.testing.assert_allclose(impala.scale_rewards(unrolls, envs, mine), expected, rtol=1e-5)
+    np.testing.assert_allclose(impala.treat_rewards(unrolls, envs, mine), expected, rtol=1e-5)
     np.testing.assert_allclose(mine.returns[[0, 2, 3, 5]], plain.returns)
     assert mine.returns[[1, 4]].tolist() == [0, 0]
     assert mine.var == pytest.approx(plain.var)

