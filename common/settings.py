@@ -154,10 +154,10 @@ def sections(args_class: type) -> dict[str, dict[str, str]]:
 def parse(args_class: type, default: Any, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it, with `default` for all other settings."""
     words = sys.argv[1:] if words is None else words
-    preset = re.search(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))
-    if preset and hasattr(default, "preset") and default == args_class():  # else: a resumed run has all its settings
-        default = args_class(preset=preset[1])
     hints, groups = get_type_hints(args_class, include_extras=True), []
+    preset = re.search(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))
+    if preset and preset[1] in get_args(hints.get("preset")) and default == args_class():  # else a run is resumed
+        default = args_class(preset=preset[1])
     for title, helps in sections(args_class).items():  # a dataclass for each, since tyro's --help lists dataclasses
         flags = [
             (name, Annotated[hints[name], tyro.conf.arg(help=text)], field(default=getattr(default, name)))
