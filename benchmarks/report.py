@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 import curves
 import exploration
+import phases
 import precision
 import readme
 import scaling
@@ -480,6 +481,7 @@ def main(args: Args) -> None:
             texts["results"] = "\n".join([*summary_table(protocol), ""])
     precision.main([])
     texts["precision"] = (precision.FOLDER / "precision.md").read_text()
+    texts["phases"] = phases.main()
     exploration.main(exploration.Args())
     texts["exploration"] = (exploration.FOLDER / "exploration.md").read_text()
     for script in (throughput, scaling):

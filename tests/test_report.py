@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
 import convert
 import curves
+import phases
 import readme
 import report
 
@@ -331,6 +333,25 @@ def test_the_summary_has_a_row_for_each_game_and_script(tmp_path):
     theirs = f"{np.mean(published):.1f} ({min(published):.1f} to {max(published):.1f})"
     assert first == ["IMPALA (APPO) CartPole-v1", "1", "7.0", "-", "-", "-"]
     assert second == ["PPO starpilot", "2", "4.0 (3.0 to 5.0)", theirs, "-", "-"]
+
+
+def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
+    """PPO's return is 1 + its million steps; it makes two steps in the time of one of PPG's."""
+    monkeypatch.setattr(phases, "speeds", lambda: {"ppo": 800.0, "ppg": 400.0})
+    for seed in (1, 2):
+        write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, 1.0, slope=1e-6, steps=1_310_720)
+    write_run(tmp_path, "easy-all", "ppg", "starpilot", 1, 3.0, steps=1_048_576)
+    write_run(tmp_path, "easy-all", "ppg", "maze", 1, 3.0)  # which PPO has not played
+    _, _, first, second = phases.main(tmp_path / "easy-all").splitlines()
+    middle = 524_288 - 131_072 / 2  # of the window
+    same_steps, same_hours = (f"{1 + each / 1e6:.2f} (n = 2)" for each in (middle, middle + 524_288))
+    paper = [
+        f"{mean(curves.read_reference(file)['starpilot'].scores(2_097_152)):.2f}" for file, _ in phases.PAPER.values()
+    ]
+    start = f"| starpilot | 1 | 524,288 | 3.00 (n = 1) | - | {same_steps} | {same_hours} | "
+    assert first == start + " | ".join(f"{each} (n = 3)" for each in paper) + " |"
+    assert second.startswith(f"| starpilot | 2 | 1,048,576 | 3.00 (n = 1) | - | {same_hours} | - | ")
+    assert (tmp_path / "easy-all" / "phases.png").stat().st_size > 5000
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path):

@@ -1,0 +1,125 @@
+"""PPG against PPO, phase by phase: at the same steps, at the same hours, and beside the runs of the PPG paper.
+
+    python benchmarks/phases.py          # from the curves in results/easy-all; writes phases.md and phases.png there
+
+A phase of PPG's defaults has 524,288 steps here and 2,097,152 in the paper (Cobbe et al. 2020, hard mode), with as many
+gradient steps. Hours are those of the throughput table: PPO makes more steps in the time of one phase. A score is the
+mean return of all episodes that ended in the last 131,072 steps.
+"""
+
+import csv
+import statistics
+import sys
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parent))
+import curves
+import readme
+
+RESULTS = Path(__file__).parent / "results"
+PHASE, WINDOW = 524_288, 131_072  # steps
+PAPER_PHASE = 2_097_152
+PAPER = {  # the paper's runs, and the colours of ours that they belong to
+    "PPO, paper": ("ppg_paper_ppo_hard_all", "C0"),
+    "PPG, single network, paper": ("ppg_paper_ppg_single_network_hard_all", "C1"),
+    "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
+}
+COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-dual": "C4"}  # by folder of the runs
+LABELS = readme.LABELS | {"ppg-dual": "PPG, dual"}
+
+
+def speeds() -> dict[str, float]:
+    """Steps per second of ppo and ppg at their defaults: medians of the throughput table."""
+    with (RESULTS / "throughput" / "cpu.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["sweep"], row["configuration"]) == ("", "default")]
+    found = {}
+    for row in rows:
+        found.setdefault(row["algorithm"], []).append(float(row["steps_per_second"]))
+    return {algorithm: statistics.median(values) for algorithm, values in found.items()}
+
+
+def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:
+    """The runs of each game that both algorithms have played: `[game][algorithm]`."""
+    games = {}
+    for algorithm in COLOURS:
+        for path in sorted(folder.glob(f"{algorithm}/*/seed?.csv")):
+            games.setdefault(path.parent.name, {}).setdefault(algorithm, []).append(curves.read(path))
+    return {game: runs for game, runs in games.items() if {"ppo", "ppg"} <= runs.keys()}
+
+
+def scores(runs: list[curves.Curve], step: float) -> list[float]:
+    """A number for each run that has got so far."""
+    return [curves.score(run, step, WINDOW) for run in runs if run.steps[-1] >= step]
+
+
+def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
+    """A row for each game and phase that a run of PPG has ended: means over seeds."""
+
+    def cell(values: list[float]) -> str:
+        return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
+
+    speed, paper = speeds(), {name: curves.read_reference(file) for name, (file, _) in PAPER.items()}
+    columns = ["game", "phases", "steps", "PPG", "PPG, dual", "PPO, same steps", "PPO, same hours", *paper]
+    rows = []
+    for game, runs in games.items():
+        for phase in range(1, 100):
+            step = phase * PHASE
+            mine = scores(runs["ppg"], step)
+            if not mine:
+                break
+            others = scores(runs["ppo"], step), scores(runs["ppo"], step * speed["ppo"] / speed["ppg"])
+            published = [curve[game].scores(phase * PAPER_PHASE) if game in curve else [] for curve in paper.values()]
+            cells = map(cell, (mine, scores(runs.get("ppg-dual", []), step), *others, *published))
+            rows.append([game, str(phase), f"{step:,}", *cells])
+    return readme.markdown(columns, rows)
+
+
+def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
+    """A row of three panels a game: against steps with PPG's phases marked, against hours, and the paper's."""
+    speed = speeds()
+    drawn, axes = plt.subplots(len(games), 3, figsize=(10, 2.9 * len(games)), layout="constrained", squeeze=False)
+    for (by_step, by_hour, published), (game, runs) in zip(axes, games.items(), strict=True):
+        for algorithm, its in runs.items():
+            ends = np.arange(WINDOW // 2, max(run.steps[-1] for run in its) + 1, WINDOW // 2)
+            values = np.array([mean(scores(its, end)) for end in ends])
+            style = {"color": COLOURS[algorithm], "label": f"{LABELS[algorithm]} (n = {len(its)})"}
+            by_step.plot(ends / 1e6, values, **style)
+            if algorithm in speed:
+                by_hour.plot(ends / speed[algorithm] / 3600, values, **style)
+        longest = max(run.steps[-1] for run in runs["ppg"])
+        for phase in range(1, longest // PHASE + 1):
+            by_step.axvline(phase * PHASE / 1e6, color="0.8", linewidth=0.8, zorder=0)
+        for name, (file, colour) in PAPER.items():
+            reference = curves.read_reference(file).get(game)
+            if reference:
+                shown = reference.steps <= 8 * PAPER_PHASE
+                published.plot(
+                    reference.steps[shown] / PAPER_PHASE, reference.returns[:, shown].mean(0), colour, label=name
+                )
+        for axis, label in ((by_step, "million steps"), (by_hour, "hours"), (published, "phases (paper, hard mode)")):
+            axis.set_xlabel(label)
+            axis.set_title(game, fontsize=10)
+            axis.legend(frameon=False, fontsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+    drawn.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(drawn)
+
+
+def main(folder: Path = RESULTS / "easy-all") -> str:
+    """Write table and figure; return the table."""
+    games = read_runs(folder)
+    text = "\n".join([*table(games), ""])
+    (folder / "phases.md").write_text(text)
+    figure(games, folder / "phases.png")
+    return text
+
+
+if __name__ == "__main__":
+    print(main())
