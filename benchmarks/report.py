@@ -211,7 +211,7 @@ def interval(values: tuple[float, float, float]) -> str:
 def aggregate_table(protocol: Protocol) -> list[str]:
     """Means over the games that an algorithm has been run on, two at least, beside published runs on the same."""
     columns = ["runs", "mark", "games x seeds", "mean", "IQM", "published mean", "published IQM"]
-    columns += ["P(ours above published)"]
+    columns += ["P(ours above published)", "difference", "95 % interval over games"]
     rows = []
     for algorithm, games in protocol.runs.items():
         published, _ = protocol.published(algorithm)
@@ -223,11 +223,13 @@ def aggregate_table(protocol: Protocol) -> list[str]:
             theirs = {game: published[game].scores(steps) for game in ours if game in published}
             seeds = min(map(len, ours.values()))  # of a game with more, the first
             samples = [runs[:seeds] for runs in by_game(protocol, ours)]
-            cells, statistics = ["-"] * 3, (curves.mean_over_games, curves.interquartile_mean)
+            cells, statistics = ["-"] * 5, (curves.mean_over_games, curves.interquartile_mean)
             if theirs.keys() == ours.keys() and all(theirs.values()):
                 others = by_game(protocol, theirs)
                 cells = [interval(curves.with_interval(statistic, others)) for statistic in statistics]
                 cells.append(interval(curves.with_interval(curves.probability_of_improvement, samples + others)))
+                gaps = [mean(mine) - mean(other) for mine, other in zip(samples, others, strict=True)]
+                cells += [f"{mean(gaps):+.3f}", "{:+.3f} to {:+.3f}".format(*curves.mean_interval(gaps))]
             means = [interval(curves.with_interval(statistic, samples)) for statistic in statistics]
             rows.append([readme.label(algorithm), mark, f"{len(samples)} x {seeds}", *means, *cells])
     return readme.markdown(columns, rows)

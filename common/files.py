@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent  # of the repository
 
 
 def make_run_dir(args: Any) -> Path:
-    """Make the folder of a run that starts now: <runs_dir>/<env>__<script>__<seed>__<seconds since 1970>."""
+    """Make the folder of a run that starts now: <runs_dir>/<env>__<exp_name>__<seed>__<seconds since 1970>."""
     title = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(",", "+")
     Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
     for seconds in itertools.count(int(time.time())):  # the next one, if another run has begun in this second

@@ -178,6 +178,13 @@ def test_the_report_from_known_curves(tmp_path, capsys):
     assert row[3].startswith(f"{mine:.3f} [")
     assert row[5].count(".") == 1  # the published runs are too few for an interval
     assert row[7] == "1.000"
+    gaps = [
+        normalized(ours, game, "easy")
+        - np.mean([normalized(x, game, "easy") for x in published[game].scores(1_000_000)])
+        for game, ours in {"starpilot": 10.2, "fruitbot": 20.4}.items()
+    ]
+    half = 12.7062 * np.std(gaps, ddof=1) / 2**0.5  # t(.975) with 1 degree of freedom
+    assert row[8:] == [f"{np.mean(gaps):+.3f}", f"{np.mean(gaps) - half:+.3f} to {np.mean(gaps) + half:+.3f}"]
     assert "\n# IMPALA (APPO) starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
     assert "\n# PPO fruitbot (made at 0123451, 0123452, 0123453, 0123454, 0123451 with changes)\n" in text
     assert "\nfor seed in 1 2 3 4 10; do python ppo.py --env-id fruitbot --seed $seed; done\n" in text
