@@ -529,7 +529,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
-def evaluate(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, ...]:
+def learner_outputs(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, ...]:
     """What the learner makes of unrolls: log-probabilities, entropies, values, V-trace targets, advantages; [T, B]."""
     params, values = agent.unroll(unrolls.obs, unrolls.state, unrolls.dones)
     dist = action_dist(agent.action_space, params[:-1])
@@ -556,7 +556,7 @@ def paper_update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, 
     seen = []
 
     def loss_of(dones, *unrolls):
-        logprobs, entropies, values, targets, advantages = evaluate(agent, Unroll(*unrolls), args)
+        logprobs, entropies, values, targets, advantages = learner_outputs(agent, Unroll(*unrolls), args)
         seen.append((logprobs.detach(), values.detach(), targets))
         pg_loss, v_loss, entropy = -(logprobs * advantages).mean(), value_loss(values, targets), entropies.mean()
         loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
@@ -574,7 +574,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
     """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns mean metrics."""
     with torch.no_grad():
         pieces = micro_batches((batch.dones, *batch), args.micro_batch_size, dim=1)
-        outputs = zip(*(evaluate(agent, Unroll(*unrolls), args) for _, *unrolls in pieces), strict=True)
+        outputs = zip(*(learner_outputs(agent, Unroll(*unrolls), args) for _, *unrolls in pieces), strict=True)
         logprobs, _, values, targets, advantages = (torch.cat(output, dim=1) for output in outputs)
 
     def loss_of(obs, dones, actions, old_logprobs, targets, advantages, state):

@@ -258,6 +258,26 @@ def test_losses_by_hand():
     assert targets.grad is None
 
 
+@quick
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_the_papers_step_is_a_pass_of_one_minibatch(use_lstm):
+    """The gradient of the clipped surrogate at a ratio of 1 is that of the policy-gradient loss."""
+    agent, args = make_agent(use_lstm=use_lstm, num_minibatches=1, sample_fraction=1.0, micro_batch_size=6)
+    batch, found = random_unrolls(agent, agent.action_space), []
+    for learn in (impala.paper_update, impala.update):
+        learner = copy.deepcopy(agent)
+        metrics = learn(learner, torch.optim.SGD(learner.parameters(), lr=0.1), batch, args, WORLD)
+        found.append((metrics, torch.cat([each.flatten() for each in learner.parameters()])))
+    (metrics, ours), (expected, theirs) = found
+    assert not torch.allclose(ours, torch.cat([each.flatten() for each in agent.parameters()]), atol=1e-3)
+    torch.testing.assert_close(ours, theirs)
+    both = metrics.keys() - {"losses/policy_loss"}
+    assert {"losses/behaviour_kl", "losses/rho", "losses/explained_variance", "losses/grad_norm"} < both
+    assert {tag: metrics[tag].item() for tag in both} == pytest.approx(
+        {tag: expected[tag].item() for tag in both}, rel=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("norm_reward", "expected"),
     [
