@@ -43,7 +43,7 @@ def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     meta = json.loads(path.with_suffix(".meta.json").read_text())
-    origin = f"Measured on {meta['machine']}, commit {meta['commit'][:10]}: `{meta['command'].strip()}`."
+    origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     return rows, origin
 
 

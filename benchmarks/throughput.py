@@ -15,6 +15,7 @@ Configurations of the encoder (all else is the same):
     plain+malloc+permuted  the same, but frames are only permuted, not copied: what CleanRL's scripts do
     fp32                   the script with --precision fp32
     default                the script with --precision auto
+    compile, cudagraphs    the default with --accelerate compile or cudagraphs (measured only if asked for)
 
 Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json`, `.md` (the table) and `.png` (the chart) in
 `results/throughput/`. `--from-csv` makes table and chart again, and `--update-readme` puts the table into
@@ -44,7 +45,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
-SWEEPS = {"num_envs": (16, 64, 256, 1024), "feature_dim": (256, 512, 1024), "threads": (1, 2, 4, 8, 16)}
+ACCELERATED = ("compile", "cudagraphs")
+SWEEPS = {
+    "num_envs": (16, 64, 256, 1024),
+    "env_groups": ("64x1", "64x2", "256x1", "256x2"),  # environments x groups that take turns
+    "feature_dim": (256, 512, 1024),
+    "threads": (1, 2, 4, 8, 16),
+}
 PHASES = ("act", "env", "learn", "aux")
 MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
@@ -64,7 +71,7 @@ class Args:
     num_steps: int = 32
     """steps of each environment in an iteration (on the CPU)"""
     sweeps: tuple[str, ...] = ()
-    """also measure how the cost grows: num_envs (16 to 1024), feature_dim (x1, x2, x4), threads (of PyTorch)"""
+    """also measure how the cost grows: num_envs (16 to 1024), env_groups, feature_dim (x1, x2, x4), threads"""
     memory: bool = True
     """also measure the default configuration's peak memory at its default sizes"""
     from_csv: bool = False
@@ -120,6 +127,17 @@ def identity(job: dict[str, Any]) -> dict[str, Any]:
     return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")}
 
 
+def fast_settings(algorithm: str, configuration: str, env_groups: str = "64x1") -> dict[str, Any]:
+    """The script's settings for a configuration with --accelerate, and for a value of the sweep env_groups."""
+    num_envs, num_groups = map(int, env_groups.split("x"))
+    settings = {"num_envs": num_envs, "accelerate": configuration if configuration in ACCELERATED else "eager"}
+    if algorithm != "impala":
+        settings["num_env_groups"] = num_groups
+    elif configuration == "cudagraphs":  # which cannot record while actors act
+        settings["num_actors"] = 0
+    return settings
+
+
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
     import importlib
@@ -127,7 +145,9 @@ def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     from common.device import resolve_device, resolve_precision
 
     script = importlib.import_module(job["algorithm"])
-    args = script.Args(env_id=job["env_id"], device=job["device"], precision="auto")
+    env_groups = job["value"] if job["sweep"] == "env_groups" else "64x1"
+    settings = fast_settings(job["algorithm"], job["configuration"], env_groups)
+    args = script.Args(env_id=job["env_id"], device=job["device"], precision="auto", **settings)
     if job["sweep"] in ("num_envs", "feature_dim"):
         setattr(args, job["sweep"], job["value"])
     if job["configuration"] == "fp32":
@@ -247,7 +267,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
     def make_timed_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
-        envs.step, envs.step_async = (clocks.around("env", each) for each in (envs.step, envs.step_async))
+        for group, _ in envs.groups:
+            group.step, group.step_async = (clocks.around("env", each) for each in (group.step, group.step_async))
         return envs
 
     def marked_log(run, step, *args, **kwargs):  # the end of an iteration
@@ -274,6 +295,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     steps, seconds = last - first, clocks.seconds
     if job["algorithm"] != "impala":
         seconds["act"] = seconds.pop("collect") - seconds["env"]
+    learner = seconds["learn"] if getattr(args, "num_actors", 0) else sum(seconds.values())
+    seconds["wait"] = end - start - learner  # for actors, if there are any, and for all that has no clock
 
     forward, training = flops_per_frame(script, args)
     learn, aux = training * getattr(args, "update_epochs", 1), 0
@@ -287,7 +310,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         **identity(job),
         "precision": args.precision,
         "steps_per_second": steps / (end - start),
-        **{f"{phase}_us": seconds[phase] / steps * 1e6 for phase in PHASES},
+        **{f"{phase}_us": seconds[phase] / steps * 1e6 for phase in (*PHASES, "wait")},
         "matmul_gflops": peak / 1e9,
         "learn_share_of_matmul": learn * steps / seconds["learn"] / peak,
         "aux_share_of_matmul": aux * steps / seconds["aux"] / peak if aux else "",
@@ -344,7 +367,7 @@ def be_quiet() -> None:
 
 COLUMNS = [
     *("algorithm", "configuration", "repeat", "sweep", "value", "precision", "steps_per_second"),
-    *(f"{phase}_us" for phase in PHASES),
+    *(f"{phase}_us" for phase in (*PHASES, "wait")),
     *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul", "share_of_copy"),
     *("peak_gb", "torch_threads"),
 ]
@@ -370,6 +393,7 @@ def plan(args: Args) -> list[dict[str, Any]]:
             for repeat in range(repeats)
             for value in values
             for configuration in args.configurations
+            if algorithm != "impala" or not str(value).endswith("x2")  # which has no groups
         ]
 
     planned = jobs(args.repeats)
@@ -475,7 +499,7 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
 
     groups = by_configuration(rows)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
-    configurations = [name for name in CONFIGURATIONS if any(key[1] == name for key in groups)]
+    configurations = [name for name in CONFIGURATIONS + ACCELERATED if any(key[1] == name for key in groups)]
     if not configurations:  # a run of memory or sweeps alone
         return
     figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
@@ -503,17 +527,18 @@ def main(args: Args) -> None:
 
     for flag, given, known in (
         ("algorithms", args.algorithms, ("ppo", "ppg", "impala")),
-        ("configurations", args.configurations, CONFIGURATIONS),
+        ("configurations", args.configurations, CONFIGURATIONS + ACCELERATED),
         ("sweeps", args.sweeps, SWEEPS),
     ):
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise InputError(f"--{flag} {unknown[0]} is not known: use {', '.join(known)}.")
 
-    device = resolve_device(args.device)
-    name = "cpu" if device.type == "cpu" else "gpu"
+    measured_elsewhere = args.from_csv and args.device.startswith("cuda")
+    name = "gpu" if measured_elsewhere or resolve_device(args.device).type == "cuda" else "cpu"
     path = args.out / f"{name}.csv"
     if not args.from_csv:
+        device = resolve_device(args.device)
         meta = provenance(
             "python benchmarks/throughput.py " + " ".join(sys.argv[1:]), "benchmarks/throughput.py", device
         )
