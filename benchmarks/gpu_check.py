@@ -148,12 +148,14 @@ def do(part: Part, seconds: float, out: Path) -> None:
     print(*(f"    {line}" for line in lines[-12 if process.returncode else -2 :]), sep="\n", flush=True)
 
 
-def done(args: Args) -> set[str]:
-    """Names of the parts that this call leaves alone."""
+def done(args: Args) -> dict[str, int]:
+    """The parts that this call leaves alone, with their exit status."""
     path = args.out / "results.jsonl"
     results = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     again = [args.again or (each["timed_out"] and each["name"].startswith("runs")) for each in results]
-    return {each["name"] for each, repeat in zip(results, again, strict=True) if each["rc"] == 0 or not repeat}
+    return {
+        each["name"]: each["rc"] for each, repeat in zip(results, again, strict=True) if not (each["rc"] and repeat)
+    }
 
 
 def pack(out: Path, folder: Path) -> None:
@@ -191,8 +193,11 @@ def main(args: Args) -> None:
             pack(args.out, args.pack)
     if rows := read_rows(measurements(args)):
         print(shares(rows))
-    left = [part.name for part in parts if part.name not in done(args)]
-    print(f"{len(left)} of {len(parts)} parts are left for another call: {', '.join(left)}" if left else "all is done")
+    ended = done(args)
+    failed = [part.name for part in parts if ended.get(part.name)]
+    left = [part.name for part in parts if part.name not in ended]
+    print(f"failed, until a call with --again: {', '.join(failed) or 'nothing'}")
+    print(f"{len(left)} of {len(parts)} parts are left for another call: {', '.join(left) or 'nothing'}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """benchmarks/gpu_check.py, gpu_parts.py and gather_gpu.py, as far as a machine without a GPU can show them."""
 
-import csv
 import json
 import os
 import subprocess
@@ -20,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gather_gpu
 import gpu_check
 import gpu_parts
-import throughput
 
 
 def test_the_plan_has_every_step_and_cuda_graphs_on_a_gpu_alone(monkeypatch, capsys):
@@ -44,9 +42,7 @@ def check(tmp_path, monkeypatch):
     """Runs parts that consist of a time limit and of Python code; returns the lines of their results."""
 
     def run(parts, **settings):
-        planned = [
-            gpu_check.Part(name, [sys.executable, "-c", code], seconds) for name, (seconds, code) in parts.items()
-        ]
+        planned = [gpu_check.Part(name, [sys.executable, "-c", code], limit) for name, (limit, code) in parts.items()]
         monkeypatch.setattr(gpu_check, "plan", lambda args: planned)
         gpu_check.main(gpu_check.Args(out=tmp_path, device="cpu", **settings))
         return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -63,7 +59,7 @@ def test_a_part_that_runs_out_of_time_or_fails_lets_the_next_start(check, tmp_pa
     assert results[0]["seconds"] >= 1.5
     assert "match b: FAILED with 1" in (output := capsys.readouterr().out)
     assert "    broken" in output
-    assert "1 of 3 parts are left for another call: runs a" in output
+    assert "failed, until a call with --again: match b\n1 of 3 parts are left for another call: runs a" in output
     pid = (tmp_path / "logs" / "runs-a.log").read_text().strip()
     state = subprocess.run(["ps", "-o", "state=", "-p", pid], capture_output=True, text=True).stdout.strip()
     assert state in ("", "Z")
@@ -79,21 +75,15 @@ def test_a_second_call_goes_on(check, tmp_path, capsys):
         file.write(json.dumps({"name": "runs c", "rc": -15, "timed_out": True}) + "\n")
     check(parts)
     assert (tmp_path / "done").read_text() == "abc"
-    assert "all is done" in capsys.readouterr().out
+    assert "0 of 3 parts are left" in capsys.readouterr().out
 
 
 def test_what_failed_is_repeated_if_asked_for(tmp_path):
-    ends = {
-        "match a": (1, False),
-        "match b": (-15, True),
-        "runs c": (-15, True),
-        "runs d": (1, False),
-        "runs e": (0, 0),
-    }
+    ends = {"match a": (1, False), "match b": (-15, True), "runs c": (-15, True), "runs d": (0, False)}
     lines = [json.dumps({"name": name, "rc": rc, "timed_out": late}) for name, (rc, late) in ends.items()]
     (tmp_path / "results.jsonl").write_text("\n".join(lines))
-    assert gpu_check.done(gpu_check.Args(out=tmp_path)) == {"match a", "match b", "runs d", "runs e"}
-    assert gpu_check.done(gpu_check.Args(out=tmp_path, again=True)) == {"runs e"}
+    assert gpu_check.done(gpu_check.Args(out=tmp_path)) == {"match a": 1, "match b": -15, "runs d": 0}
+    assert gpu_check.done(gpu_check.Args(out=tmp_path, again=True)) == {"runs d": 0}
 
 
 def test_packed_results_are_whole(tmp_path, monkeypatch):
@@ -112,20 +102,14 @@ def test_packed_results_are_whole(tmp_path, monkeypatch):
 
 
 def test_runs_have_the_fastest_configuration_of_the_csv(tmp_path, monkeypatch):
-    speeds = {
-        ("ppo", "default", "64x1"): 900, ("ppo", "cudagraphs", "256x2"): 30_000, ("ppo", "compile", "64x2"): 7000,
-        ("impala", "compile", "64x1"): 8000, ("impala", "cudagraphs", "64x1"): 12_000,
-    }  # fmt: skip
     args = gpu_parts.Args(out=tmp_path, device="cpu")
     with pytest.raises(InputError, match="no speed of ppg: add throughput"):
         gpu_parts.fastest(gpu_parts.measurements(args), "ppg")
     (tmp_path / "throughput").mkdir()
-    with gpu_parts.measurements(args).open("w", newline="") as file:
-        writer = csv.DictWriter(file, throughput.COLUMNS, restval="")
-        writer.writeheader()
-        for (algorithm, configuration, value), speed in speeds.items():
-            row = {"algorithm": algorithm, "configuration": configuration, "value": value, "steps_per_second": speed}
-            writer.writerow(row)
+    rows = ["ppo,default,64x1,900", "ppo,cudagraphs,256x2,30000", "ppo,compile,64x2,7000"]
+    rows += ["impala,compile,64x1,8000", "impala,cudagraphs,64x1,12000"]
+    lines = ["algorithm,configuration,value,steps_per_second", *rows]
+    gpu_parts.measurements(args).write_text("\n".join(lines))
     commands = []
     monkeypatch.setattr(os, "execv", lambda program, words: commands.append(words))
     expected = {ppo: {"num_envs": 256, "num_env_groups": 2, "num_minibatches": 32}, impala: {"num_actors": 0}}
