@@ -151,7 +151,7 @@ class Args(RunArgs):
 
     @property
     def title(self) -> str:
-        return {"appo": "IMPALA (APPO)", "paper": "IMPALA (paper)"}[self.preset]
+        return f"{'IMPALA' if NAME == 'impala' else NAME} ({'APPO' if self.preset == 'appo' else self.preset})"
 
     @property
     def iteration_steps(self) -> int:

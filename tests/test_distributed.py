@@ -96,7 +96,7 @@ def test_a_run_of_two_ranks(script, tmp_path):
     states = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert all(torch.equal(states[0][name], value) for name, value in parameters(path).items())
-    assert forks[0].output.count(f"{script} on ") == forks[0].output.count("done: 512 steps") == 1
+    assert forks[0].output.count(" on CartPole-v1, seed ") == forks[0].output.count("done: 512 steps") == 1
     assert forks[1].output == ""
     with (path / "episodes.csv").open() as file:
         episodes = [{name: int(float(value)) for name, value in row.items()} for row in csv.DictReader(file)]

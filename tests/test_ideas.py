@@ -135,7 +135,8 @@ def test_lines_that_an_idea_changes(name):
 @ALL
 def test_it_trains(name, trained):
     copy = trained(name)
-    assert copy.process.output.startswith(f"{name} on {copy.settings['env_id']}")
+    title = f"{name} (APPO)" if IDEAS[name].script == "impala" else name
+    assert copy.process.output.startswith(f"{title} on {copy.settings['env_id']}")
     assert f"done: {copy.settings['total_timesteps']} steps" in copy.process.output
     assert newest_checkpoint(copy.run_dir)["step"] == copy.settings["total_timesteps"]
 
