@@ -7,9 +7,9 @@ gradient steps. Hours are those of the throughput table: PPO makes more steps in
 mean return of all episodes that ended in the last 131,072 steps.
 """
 
-import csv
 import statistics
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -32,16 +32,16 @@ PAPER = {  # the paper's runs, and the colours of ours that they belong to
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
 }
 COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-dual": "C4"}  # by folder of the runs
-LABELS = readme.LABELS | {"ppg-dual": "PPG, dual"}
+reference = cache(curves.read_reference)
 
 
 def speeds() -> dict[str, float]:
     """Steps per second of ppo and ppg at their defaults: medians of the throughput table."""
-    with (RESULTS / "throughput" / "cpu.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (row["sweep"], row["configuration"]) == ("", "default")]
+    columns, only = {"algorithm": str, "steps_per_second": float}, [("sweep", ""), ("configuration", "default")]
+    rows = zip(*curves.read_columns(RESULTS / "throughput" / "cpu.csv", "speeds", columns, only), strict=True)
     found = {}
-    for row in rows:
-        found.setdefault(row["algorithm"], []).append(float(row["steps_per_second"]))
+    for algorithm, speed in rows:
+        found.setdefault(algorithm, []).append(speed)
     return {algorithm: statistics.median(values) for algorithm, values in found.items()}
 
 
@@ -65,7 +65,7 @@ def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
     def cell(values: list[float]) -> str:
         return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
 
-    speed, paper = speeds(), {name: curves.read_reference(file) for name, (file, _) in PAPER.items()}
+    speed, paper = speeds(), {name: reference(file) for name, (file, _) in PAPER.items()}
     columns = ["game", "phases", "steps", "PPG", "PPG, dual", "PPO, same steps", "PPO, same hours", *paper]
     rows = []
     for game, runs in games.items():
@@ -89,7 +89,7 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
         for algorithm, its in runs.items():
             ends = np.arange(WINDOW // 2, max(run.steps[-1] for run in its) + 1, WINDOW // 2)
             values = np.array([mean(scores(its, end)) for end in ends])
-            style = {"color": COLOURS[algorithm], "label": f"{LABELS[algorithm]} (n = {len(its)})"}
+            style = {"color": COLOURS[algorithm], "label": f"{readme.label(algorithm)} (n = {len(its)})"}
             by_step.plot(ends / 1e6, values, **style)
             if algorithm in speed:
                 by_hour.plot(ends / speed[algorithm] / 3600, values, **style)
@@ -97,12 +97,10 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
         for phase in range(1, longest // PHASE + 1):
             by_step.axvline(phase * PHASE / 1e6, color="0.8", linewidth=0.8, zorder=0)
         for name, (file, colour) in PAPER.items():
-            reference = curves.read_reference(file).get(game)
-            if reference:
-                shown = reference.steps <= 8 * PAPER_PHASE
-                published.plot(
-                    reference.steps[shown] / PAPER_PHASE, reference.returns[:, shown].mean(0), colour, label=name
-                )
+            curve = reference(file).get(game)
+            if curve:
+                shown = curve.steps <= 8 * PAPER_PHASE
+                published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), colour, label=name)
         for axis, label in ((by_step, "million steps"), (by_hour, "hours"), (published, "phases (paper, hard mode)")):
             axis.set_xlabel(label)
             axis.set_title(game, fontsize=10)
