@@ -1,5 +1,6 @@
 // Kernels for common/kernels.py: convolution (3x3, stride 1, padding 1), max-pooling (windows of 3x3, stride 2,
 // padding 1), and both at once for RGB frames. Frames are channels-last, [batch, height, width, channels].
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -36,6 +37,10 @@ struct Float32 {
     float value;
     static Floats load(const Float32* from) { return read<Floats>(from); }
     static void store(Floats x, Float32* to) { write(x, to); }
+    static void relu(const Float32* from, Float32* to) {
+        Floats x = load(from);
+        store(x < 0 ? Floats{} : x, to);  // NaN stays
+    }
     operator float() const { return value; }
 };
 
@@ -47,6 +52,10 @@ struct BFloat16 {
         Ints bits = (Ints)x, rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
         Ints nan = Ints{} + 0x7FC0;
         write(__builtin_convertvector(x == x ? rounded : nan, Shorts), to);
+    }
+    static void relu(const BFloat16* from, BFloat16* to) {
+        Shorts bits = read<Shorts>(from);
+        write((Shorts)((bits >= 0x8000) & (bits <= 0xFF80) ? Shorts{} : bits), to);  // -0 to -inf, not NaN
     }
     operator float() const {
         uint32_t wide = uint32_t(bits) << 16;
@@ -189,7 +198,269 @@ void correlate(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64
     }
 }
 
-// ---------------------------------------------------------------------------- bfloat16 convolution, 16 or 32 channels
+// ------------------------------------------------------------------------------------ convolution, 16 or 32 channels
+
+// A frame with zeros around it, its negative values set to zero if `relu`.
+template <typename T, int IN>
+struct PaddedFrame {
+    int64_t width;
+    std::vector<T> values;
+
+    PaddedFrame(int64_t height, int64_t width) : width(width), values((height + 2) * (width + 2) * IN + IN) {}
+
+    void fill(const T* x, int64_t height, bool relu) {
+        for (int64_t i = 0; i < height; i++) {
+            T* to = at(i + 1, 1);
+            const T* from = x + i * width * IN;
+            if (!relu) std::memcpy(to, from, width * IN * sizeof(T));
+            for (int64_t k = 0; relu && k < width * IN; k += LANES) T::relu(from + k, to + k);
+        }
+    }
+    T* at(int64_t row, int64_t column) { return values.data() + (row * (width + 2) + column) * IN; }
+};
+
+// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be
+// null.
+template <typename T>
+struct Epilogue {
+    const float* bias;
+    const T *gate, *residual;
+
+    Floats start(int channel) const { return bias ? read<Floats>(bias + channel) : Floats{}; }
+    void store(Floats sum, T* y, int64_t at) const {
+        if (gate) sum = T::load(gate + at) <= 0 ? Floats{} : sum;
+        if (residual) sum += T::load(residual + at);
+        T::store(sum, y + at);
+    }
+};
+
+// --------------------------------------------------------------------------------------- float32: Winograd convolution
+
+// F(4x4, 3x3) of Lavin and Gray (2016, https://arxiv.org/abs/1509.09308): tiles of 6x6 pixels, which overlap by two, and
+// filters each become 36 points. What these give, multiplied point by point and added up over the channels, becomes 4x4
+// pixels: 36 multiplications in place of 144. Rounding errors are some ten times those of plain convolution.
+constexpr int POINTS = 36;
+constexpr int STRIP = 32;  // tiles worked on at once: their points stay in the second cache
+constexpr int BLOCK = 4;   // tiles, or input channels, whose sums are in registers at once
+
+template <int N>
+struct Line {
+    Floats at[N];
+};
+
+Line<6> input_points(Line<6> d) {  // the paper's B^T d
+    Floats even = d.at[4] - 4 * d.at[2], odd = d.at[3] - 4 * d.at[1];
+    Floats near = d.at[4] - d.at[2], far = 2 * (d.at[3] - d.at[1]);
+    Floats first = 4 * d.at[0] - 5 * d.at[2] + d.at[4], last = 4 * d.at[1] - 5 * d.at[3] + d.at[5];
+    return {first, even + odd, even - odd, near + far, near - far, last};
+}
+
+Line<6> filter_points(Line<3> g) {  // G g
+    Floats even = (g.at[0] + g.at[2]) / -6, odd = g.at[1] / -6;
+    Floats near = g.at[0] / 24 + g.at[2] / 6, far = g.at[1] / 12;
+    return {g.at[0] / 4, even + odd, even - odd, near + far, near - far, g.at[2]};
+}
+
+Line<4> output_pixels(Line<6> m) {  // A^T m
+    Floats even = m.at[1] + m.at[2], odd = m.at[1] - m.at[2], near = m.at[3] + m.at[4], far = m.at[3] - m.at[4];
+    return {m.at[0] + even + near, odd + 2 * far, even + 4 * near, odd + 8 * far + m.at[5]};
+}
+
+Line<6> output_gradient(Line<4> dy) {  // A dy
+    Floats even = dy.at[0] + dy.at[2], odd = dy.at[1] + dy.at[3];
+    Floats near = dy.at[0] + 4 * dy.at[2], far = 2 * dy.at[1] + 8 * dy.at[3];
+    return {dy.at[0], even + odd, even - odd, near + far, near - far, dy.at[3]};
+}
+
+Line<3> filter_gradient(Line<6> du) {  // G^T du
+    Floats even = du.at[1] + du.at[2], odd = du.at[1] - du.at[2], near = du.at[3] + du.at[4], far = du.at[3] - du.at[4];
+    return {du.at[0] / 4 - even / 6 + near / 24, far / 12 - odd / 6, near / 6 - even / 6 + du.at[5]};
+}
+
+// Apply one of these functions to the columns and then to the rows of what `get(row, column)` returns; `put(row, column,
+// value)` takes the result.
+template <int FROM, int TO, typename Get, typename Put>
+inline void transform(Line<TO> (&function)(Line<FROM>), Get get, Put put) {
+    Line<TO> columns[FROM];
+    for (int b = 0; b < FROM; b++) {
+        Line<FROM> column;
+        for (int a = 0; a < FROM; a++) column.at[a] = get(a, b);
+        columns[b] = function(column);
+    }
+    for (int a = 0; a < TO; a++) {
+        Line<FROM> row;
+        for (int b = 0; b < FROM; b++) row.at[b] = columns[b].at[a];
+        Line<TO> result = function(row);
+        for (int b = 0; b < TO; b++) put(a, b, result.at[b]);
+    }
+}
+
+// Some rows of tiles, enough for STRIP of them or the whole frame. Their points are [36, tiles, channels].
+struct Strip {
+    int64_t columns, rows, tiles;
+
+    Strip(int64_t height, int64_t width) : columns(width / 4), rows(std::min(height / 4, (STRIP + columns - 1) / columns)) {
+        tiles = (rows * columns + BLOCK - 1) / BLOCK * BLOCK;
+    }
+    // From one point to the next. At a power of two, all 36 would compete for the same places in the nearest cache.
+    int64_t stride(int channels) const { return tiles * channels + 16; }
+
+    int64_t tiles_from(int64_t row, int64_t height) const { return std::min(rows, height / 4 - row) * columns; }
+
+    // Call `function(tile, i, j)` for those from this row of tiles on, which give the 4x4 pixels from (i, j) on.
+    template <typename Function>
+    void each_tile(int64_t row, int64_t height, Function function) const {
+        for (int64_t t = 0; t < tiles_from(row, height); t++) function(t, 4 * (row + t / columns), 4 * (t % columns));
+    }
+};
+
+// Filters [OUT, IN, 3, 3] as points [36, IN, OUT]; or for the gradient of the frames, with the roles of IN and OUT
+// exchanged and rows and columns in reverse order, from filters [IN, OUT, 3, 3].
+template <int IN, int OUT>
+std::vector<float> transform_filters(const float* filters, bool transposed) {
+    std::vector<float> u(POINTS * IN * OUT);
+    for (int in = 0; in < IN; in++)
+        for (int out = 0; out < OUT; out += LANES) {
+            auto get = [&](int a, int b) {
+                Floats taps;
+                for (int k = 0; k < LANES; k++)
+                    taps[k] = transposed ? filters[(in * OUT + out + k) * 9 + 8 - (3 * a + b)]
+                                         : filters[((out + k) * IN + in) * 9 + 3 * a + b];
+                return taps;
+            };
+            float* to = u.data() + in * OUT + out;
+            transform(filter_points, get, [&](int a, int b, Floats x) { write(x, to + (6 * a + b) * IN * OUT); });
+        }
+    return u;
+}
+
+// The points `v` of the tiles in a strip that begins with this row of tiles.
+template <int IN>
+void transform_tiles(PaddedFrame<Float32, IN>& frame, const Strip& strip, int64_t row, int64_t height, float* v) {
+    const int64_t width = frame.width + 2, stride = strip.stride(IN);
+    strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
+        for (int c = 0; c < IN; c += LANES) {
+            const Float32* from = frame.at(i, j) + c;
+            float* to = v + t * IN + c;
+            transform(
+                input_points, [&](int a, int b) { return Float32::load(from + (a * width + b) * IN); },
+                [&](int a, int b, Floats x) { write(x, to + (6 * a + b) * stride); });
+        }
+    });
+}
+
+template <int IN, int OUT>
+void convolve_frames(const Float32* x, const float* filters, Epilogue<Float32> epilogue, Float32* y, bool relu,
+                     bool transposed, int64_t batch, int64_t height, int64_t width, int threads) {
+    constexpr int BLOCKS = std::min(2, OUT / LANES);
+    const std::vector<float> u = transform_filters<IN, OUT>(filters, transposed);
+    const Strip strip(height, width);
+#pragma omp parallel num_threads(threads)
+    {
+        PaddedFrame<Float32, IN> frame(height, width);
+        std::vector<float> v(POINTS * strip.stride(IN)), m(POINTS * strip.stride(OUT));
+#pragma omp for
+        for (int64_t n = 0; n < batch; n++) {
+            frame.fill(x + n * height * width * IN, height, relu);
+            for (int64_t row = 0; row < height / 4; row += strip.rows) {
+                transform_tiles(frame, strip, row, height, v.data());
+                for (int point = 0; point < POINTS; point++)
+                    for (int out = 0; out < OUT; out += BLOCKS * LANES)
+                        for (int64_t t = 0; t < strip.tiles; t += BLOCK) {
+                            const float* from = v.data() + point * strip.stride(IN) + t * IN;
+                            const float* own = u.data() + point * IN * OUT + out;
+                            float* to = m.data() + point * strip.stride(OUT) + t * OUT + out;
+                            Floats sums[BLOCK][BLOCKS] = {};
+#pragma GCC unroll 4
+                            for (int k = 0; k < IN; k++) {
+                                Floats weight[BLOCKS];
+                                for (int c = 0; c < BLOCKS; c++) weight[c] = read<Floats>(own + k * OUT + c * LANES);
+#pragma GCC unroll 16
+                                for (int p = 0; p < BLOCK; p++)
+                                    for (int c = 0; c < BLOCKS; c++) sums[p][c] += weight[c] * from[p * IN + k];
+                            }
+#pragma GCC unroll 16
+                            for (int p = 0; p < BLOCK; p++)
+                                for (int c = 0; c < BLOCKS; c++) write(sums[p][c], to + p * OUT + c * LANES);
+                        }
+                strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
+                    for (int out = 0; out < OUT; out += LANES) {
+                        const float* from = m.data() + t * OUT + out;
+                        int64_t to = ((n * height + i) * width + j) * OUT + out;
+                        Floats bias = epilogue.start(out);
+                        transform(
+                            output_pixels,
+                            [&](int a, int b) { return read<Floats>(from + (6 * a + b) * strip.stride(OUT)); },
+                            [&](int a, int b, Floats sum) { epilogue.store(bias + sum, y, to + (a * width + b) * OUT); });
+                    }
+                });
+            }
+        }
+    }
+}
+
+// Gradients of filters and bias: `sums` [threads, 3, 3, IN, OUT] and `bias_sums` [threads, OUT] are written.
+template <int IN, int OUT>
+void correlate_frames(const Float32* x, const Float32* dy, float* sums, float* bias_sums, bool relu, int64_t batch,
+                      int64_t height, int64_t width, int threads) {
+    constexpr int BLOCKS = std::min(2, OUT / LANES);
+    const Strip strip(height, width);
+#pragma omp parallel for num_threads(threads)
+    for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
+        PaddedFrame<Float32, IN> frame(height, width);
+        std::vector<float> v(POINTS * strip.stride(IN)), dm(POINTS * strip.stride(OUT)), du(POINTS * IN * OUT);
+        Floats bias[OUT / LANES] = {};
+        for (int64_t n = thread * batch / threads; n < (thread + 1) * batch / threads; n++) {
+            frame.fill(x + n * height * width * IN, height, relu);
+            for (int64_t row = 0; row < height / 4; row += strip.rows) {
+                transform_tiles(frame, strip, row, height, v.data());
+                strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
+                    for (int out = 0; out < OUT; out += LANES) {
+                        const Float32* from = dy + ((n * height + i) * width + j) * OUT + out;
+                        float* to = dm.data() + t * OUT + out;
+                        auto get = [&](int a, int b) {
+                            Floats gradient = Float32::load(from + (a * width + b) * OUT);
+                            bias[out / LANES] += gradient;
+                            return gradient;
+                        };
+                        transform(output_gradient, get, [&](int a, int b, Floats value) {
+                            write(value, to + (6 * a + b) * strip.stride(OUT));
+                        });
+                    }
+                });
+                for (int point = 0; point < POINTS; point++)
+                    for (int in = 0; in < IN; in += BLOCK)
+                        for (int out = 0; out < OUT; out += BLOCKS * LANES) {
+                            const float* inputs = v.data() + point * strip.stride(IN) + in;
+                            const float* outputs = dm.data() + point * strip.stride(OUT) + out;
+                            float* to = du.data() + (point * IN + in) * OUT + out;
+                            Floats part[BLOCK][BLOCKS];
+#pragma GCC unroll 16
+                            for (int k = 0; k < BLOCK; k++)
+                                for (int c = 0; c < BLOCKS; c++) part[k][c] = read<Floats>(to + k * OUT + c * LANES);
+                            for (int64_t t = 0; t < strip.tiles_from(row, height); t++) {
+                                Floats output[BLOCKS];
+                                for (int c = 0; c < BLOCKS; c++) output[c] = read<Floats>(outputs + t * OUT + c * LANES);
+#pragma GCC unroll 16
+                                for (int k = 0; k < BLOCK; k++)
+                                    for (int c = 0; c < BLOCKS; c++) part[k][c] += output[c] * inputs[t * IN + k];
+                            }
+#pragma GCC unroll 16
+                            for (int k = 0; k < BLOCK; k++)
+                                for (int c = 0; c < BLOCKS; c++) write(part[k][c], to + k * OUT + c * LANES);
+                        }
+            }
+        }
+        float* own = sums + thread * 9 * IN * OUT;
+        for (int k = 0; k < IN * OUT; k += LANES)
+            transform(
+                filter_gradient, [&](int a, int b) { return read<Floats>(&du[(6 * a + b) * IN * OUT + k]); },
+                [&](int a, int b, Floats value) { write(value, own + (3 * a + b) * IN * OUT + k); });
+        for (int c = 0; c < OUT / LANES; c++) write(bias[c], bias_sums + thread * OUT + c * LANES);
+    }
+}
+
+// --------------------------------------------------------------------------------- bfloat16: AVX-512's sums of products
 
 #ifdef __AVX512BF16__
 
@@ -204,28 +475,6 @@ Ints pairs(const BFloat16* first, const BFloat16* second) {  // 16 of them
 void add_products(Floats& sums, Ints a, Pair b) {
     sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32(b));
 }
-
-// A frame with zeros around it, its negative values set to zero if `relu`.
-template <int IN>
-struct PaddedFrame {
-    int64_t width;
-    std::vector<BFloat16> values;
-
-    PaddedFrame(int64_t height, int64_t width) : width(width), values((height + 2) * (width + 2) * IN + IN) {}
-
-    void fill(const BFloat16* x, int64_t height, bool relu) {
-        for (int64_t i = 0; i < height; i++) {
-            BFloat16* to = at(i + 1, 1);
-            const BFloat16* from = x + i * width * IN;
-            if (!relu) std::memcpy(to, from, width * IN * sizeof(BFloat16));
-            for (int64_t k = 0; relu && k < width * IN; k += LANES) {
-                Shorts bits = read<Shorts>(from + k);
-                write((Shorts)((bits >= 0x8000) & (bits <= 0xFF80) ? Shorts{} : bits), to + k);  // -0 to -inf, not NaN
-            }
-        }
-    }
-    BFloat16* at(int64_t row, int64_t column) { return values.data() + (row * (width + 2) + column) * IN; }
-};
 
 // Filters float32 [OUT, IN, 3, 3] as pairs [3, 3, IN / 2, OUT], of two input channels; or for the gradient of the frames,
 // with the roles of IN and OUT exchanged and rows and columns in reverse order, from filters [IN, OUT, 3, 3].
@@ -244,21 +493,14 @@ std::vector<Pair> pack(const float* filters, bool transposed) {
     return packed;
 }
 
-// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be
-// null.
-struct Epilogue {
-    const float* bias;
-    const BFloat16 *gate, *residual;
-};
-
 template <int IN, int OUT>
-void convolve_frames(const BFloat16* x, const float* filters, Epilogue epilogue, BFloat16* y, bool relu, bool transposed,
-                     int64_t batch, int64_t height, int64_t width, int threads) {
+void convolve_frames(const BFloat16* x, const float* filters, Epilogue<BFloat16> epilogue, BFloat16* y, bool relu,
+                     bool transposed, int64_t batch, int64_t height, int64_t width, int threads) {
     constexpr int BLOCKS = OUT / LANES, PIXELS = 16 / BLOCKS;  // as many sums as registers hold beside their operands
     std::vector<Pair> weights = pack<IN, OUT>(filters, transposed);
 #pragma omp parallel num_threads(threads)
     {
-        PaddedFrame<IN> frame(height, width);
+        PaddedFrame<BFloat16, IN> frame(height, width);
 #pragma omp for
         for (int64_t n = 0; n < batch; n++) {
             frame.fill(x + n * height * width * IN, height, relu);
@@ -267,7 +509,7 @@ void convolve_frames(const BFloat16* x, const float* filters, Epilogue epilogue,
                     Floats sums[PIXELS][BLOCKS];
                     for (int p = 0; p < PIXELS; p++)
                         for (int c = 0; c < BLOCKS; c++)
-                            sums[p][c] = epilogue.bias ? read<Floats>(epilogue.bias + c * LANES) : Floats{};
+                            sums[p][c] = epilogue.start(c * LANES);
                     for (int tap = 0; tap < 9; tap++) {
                         const BFloat16* from = frame.at(i + tap / 3, j + tap % 3);
                         const Pair* own = weights.data() + tap * IN / 2 * OUT;
@@ -283,12 +525,7 @@ void convolve_frames(const BFloat16* x, const float* filters, Epilogue epilogue,
                     }
                     int64_t at = ((n * height + i) * width + j) * OUT;
                     for (int p = 0; p < PIXELS; p++)
-                        for (int c = 0; c < BLOCKS; c++, at += LANES) {
-                            Floats sum = sums[p][c];
-                            if (epilogue.gate) sum = BFloat16::load(epilogue.gate + at) <= 0 ? Floats{} : sum;
-                            if (epilogue.residual) sum += BFloat16::load(epilogue.residual + at);
-                            BFloat16::store(sum, y + at);
-                        }
+                        for (int c = 0; c < BLOCKS; c++, at += LANES) epilogue.store(sums[p][c], y, at);
                 }
         }
     }
@@ -302,7 +539,7 @@ void correlate_frames(const BFloat16* x, const BFloat16* dy, float* sums, float*
     constexpr int BLOCKS = OUT / LANES, INPUTS = 16 / BLOCKS;
 #pragma omp parallel for num_threads(threads)
     for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
-        PaddedFrame<IN> frame(height, width);
+        PaddedFrame<BFloat16, IN> frame(height, width);
         std::vector<Pair> x_pairs((ROWS + 2) * (width + 2) * IN), dy_pairs(ROWS * width / 2 * OUT);
         std::vector<float> own(9 * IN * OUT);
         Floats bias[BLOCKS] = {};
@@ -454,23 +691,27 @@ void conv_pool_backward(
 KERNELS(Float32, float32)
 KERNELS(BFloat16, bfloat16)
 
-#ifdef __AVX512BF16__
 // Filters are float32 [OUT, IN, 3, 3] (of the convolution that is meant, if `transposed`); see Epilogue for null pointers.
-#define CONVOLUTIONS(IN, OUT)                                                                                           \
-    extern "C" void conv_forward_##IN##_##OUT(                                                                          \
-        const BFloat16* x, const float* filters, const float* bias, const BFloat16* gate, const BFloat16* residual,     \
-        BFloat16* y, int64_t relu, int64_t transposed, int64_t batch, int64_t height, int64_t width, int64_t threads) { \
-        convolve_frames<IN, OUT>(                                                                                       \
-            x, filters, {bias, gate, residual}, y, relu, transposed, batch, height, width, threads);                    \
-    }                                                                                                                   \
-    extern "C" void conv_backward_##IN##_##OUT(                                                                         \
-        const BFloat16* x, const BFloat16* dy, float* sums, float* bias_sums, int64_t relu, int64_t batch,              \
-        int64_t height, int64_t width, int64_t threads) {                                                               \
-        correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                         \
+// In float32 height and width are multiples of 4; in bfloat16 the width is one of 16, or of 8 for 32 channels.
+#define CONVOLUTIONS(T, NAME, IN, OUT)                                                                                   \
+    extern "C" void conv_forward_##IN##_##OUT##_##NAME(                                                                  \
+        const T* x, const float* filters, const float* bias, const T* gate, const T* residual, T* y, int64_t relu,       \
+        int64_t transposed, int64_t batch, int64_t height, int64_t width, int64_t threads) {                             \
+        Epilogue<T> epilogue{bias, gate, residual};                                                                      \
+        convolve_frames<IN, OUT>(x, filters, epilogue, y, relu, transposed, batch, height, width, threads);              \
+    }                                                                                                                    \
+    extern "C" void conv_backward_##IN##_##OUT##_##NAME(                                                                 \
+        const T* x, const T* dy, float* sums, float* bias_sums, int64_t relu, int64_t batch, int64_t height,             \
+        int64_t width, int64_t threads) {                                                                                \
+        correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                          \
     }
+#define ALL_CONVOLUTIONS(T, NAME)   \
+    CONVOLUTIONS(T, NAME, 16, 16) \
+    CONVOLUTIONS(T, NAME, 16, 32) \
+    CONVOLUTIONS(T, NAME, 32, 16) \
+    CONVOLUTIONS(T, NAME, 32, 32)
 
-CONVOLUTIONS(16, 16)
-CONVOLUTIONS(16, 32)
-CONVOLUTIONS(32, 16)
-CONVOLUTIONS(32, 32)
+ALL_CONVOLUTIONS(Float32, float32)
+#ifdef __AVX512BF16__
+ALL_CONVOLUTIONS(BFloat16, bfloat16)
 #endif

@@ -20,7 +20,7 @@ from common.device import cpu_has
 
 @functools.cache
 def build() -> ctypes.CDLL | None:
-    """The kernels, which `$CXX` or else `c++` compiles for this processor in two seconds; None, and a note on stderr,
+    """The kernels, which `$CXX` or else `c++` compiles for this processor in seconds; None, and a note on stderr,
     where that fails. Call this before there are threads: two that come at the same time would both compile."""
     compiler, source = os.environ.get("CXX", "").split() or ["c++"], Path(__file__).with_suffix(".cpp")
     try:
@@ -47,13 +47,17 @@ def suits(x: Tensor) -> bool:
 
 
 def convolves(x: Tensor, weight: Tensor) -> bool:
-    """Whether there is a kernel for this convolution: of bfloat16 frames that are a multiple of 16 pixels wide (8 for
-    32 channels), with 16 or 32 channels before and after, on a processor with AVX-512 BF16 but without AMX."""
-    if not suits(x) or x.dtype != torch.bfloat16 or cpu_has("amx_bf16"):  # with AMX, oneDNN is three times as fast
-        return False
+    """Whether there is a kernel for this convolution, with 16 or 32 channels before and after: of float32 frames with
+    sides that are multiples of 4 pixels, on a processor with AVX2 but without AVX-512; of bfloat16 frames that are a
+    multiple of 16 pixels wide (8 for 32 channels), on one with AVX-512 BF16 but without AMX."""
     channels = set(weight.shape[:2])
-    sizes = x.shape[1] == weight.shape[1] and channels <= {16, 32} and x.shape[3] % (8 if channels == {32} else 16) == 0
-    return sizes and hasattr(build(), "conv_forward_16_16")
+    if not suits(x) or x.shape[1] != weight.shape[1] or not channels <= {16, 32}:
+        return False
+    if x.dtype == torch.float32:  # it has not been timed with AVX-512
+        return cpu_has("avx2") and not cpu_has("avx512_f") and x.shape[2] % 4 == x.shape[3] % 4 == 0
+    if cpu_has("amx_bf16"):  # with it, oneDNN is three times as fast
+        return False
+    return hasattr(build(), "conv_forward_16_16_bfloat16") and x.shape[3] % (8 if channels == {32} else 16) == 0
 
 
 def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate=None
     (batch, channels, height, width), transposed = x.shape, bias is None
     y = new_frames(x, weight.shape[1] if transposed else len(weight), height, width)
     given = x, weight.contiguous(), None if transposed else bias.contiguous(), gate, residual, y, relu, transposed
-    call(f"conv_forward_{channels}_{y.shape[1]}", *given, batch, height, width)
+    call(f"conv_forward_{channels}_{y.shape[1]}_{y.dtype}", *given, batch, height, width)
     return y
 
 
@@ -152,7 +156,7 @@ def convolve_backward(x: Tensor, dy: Tensor, *, relu: bool = False) -> tuple[Ten
     (batch, channels, height, width), out_channels, threads = x.shape, dy.shape[1], torch.get_num_threads()
     sums = x.new_empty(threads, 3, 3, channels, out_channels, dtype=torch.float32)
     bias = x.new_empty(threads, out_channels, dtype=torch.float32)
-    call(f"conv_backward_{channels}_{out_channels}", x, dy, sums, bias, relu, batch, height, width)
+    call(f"conv_backward_{channels}_{out_channels}_{x.dtype}", x, dy, sums, bias, relu, batch, height, width)
     return sums.sum(0).permute(3, 2, 0, 1), bias.sum(0)
 
 

@@ -17,13 +17,15 @@ from common.device import cpu_has
 from common.kernels import ConvFunction, MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
 needs_compiler = pytest.mark.skipif(kernels.build() is None, reason="no C++ compiler here")
-needs_bf16 = pytest.mark.skipif(not hasattr(kernels.build(), "conv_forward_16_16"), reason="no AVX-512 BF16 here")
+has_bf16 = hasattr(kernels.build(), "conv_forward_16_16_bfloat16")
+needs_bf16 = pytest.mark.skipif(not has_bf16, reason="no AVX-512 BF16 here")
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
 
 
 @pytest.fixture(autouse=True)
-def without_amx(monkeypatch):
-    """Our kernels are tested on processors with AMX, too, where oneDNN's convolutions take their place."""
-    monkeypatch.setattr(kernels, "cpu_has", lambda instructions: False)
+def processor(monkeypatch):
+    """Convolutions are tested also on processors where PyTorch's take their place."""
+    monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "avx2")
 
 
 @pytest.fixture
@@ -224,12 +226,11 @@ def test_which_kernels_run(x, expected, ran, monkeypatch):
     assert [each is None for each in taps] == [False, True][: 2 * len(expected)]
 
 
-# -------------------------------------------------------------- convolutions and residual blocks, bfloat16 and AVX-512
+# ------------------------------------------------------------------------------------- convolutions and residual blocks
 
 
-def bf16_frames(batch: int, channels: int, height: int, width: int) -> torch.Tensor:
-    x = torch.randn(batch, channels, height, width).to(torch.bfloat16)
-    return x.contiguous(memory_format=torch.channels_last).requires_grad_()
+def random_frames(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
 
 
 def convolutions(*channels: int) -> list[nn.Conv2d]:
@@ -239,6 +240,12 @@ def convolutions(*channels: int) -> list[nn.Conv2d]:
     for layer in layers:
         layer.weight.data = layer.weight.data.bfloat16().float()
     return layers
+
+
+def convolution(x, conv):
+    with autocast(x):
+        assert convolves(x, conv.weight)
+    return ConvFunction.apply(x, conv.weight, conv.bias)
 
 
 def residual_block(x, conv0, conv1):
@@ -253,19 +260,20 @@ def block_formula(x, conv0, conv1):
 
 
 def check_against_float64(ours, formula, x, layers):
-    """Values and all gradients; each within what bfloat16's 8 bits leave of a few terms."""
+    """Values and all gradients; each within what the 8 bits of bfloat16, or the 24 of float32, leave of a few terms."""
     y = ours(x, *layers)
-    dy = torch.randn(y.shape).to(torch.bfloat16)
+    dy = torch.randn(y.shape).to(x.dtype)
     y.backward(dy)
     wide_x, wide_layers = x.detach().double().requires_grad_(), copy.deepcopy(layers)
     expected = formula(wide_x, *(layer.double() for layer in wide_layers))
     expected.backward(dy.double())
-    assert y.dtype == x.grad.dtype == torch.bfloat16
+    assert y.dtype == x.grad.dtype == x.dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
-    pairs = [(y, expected, 2**-8), (x.grad, wide_x.grad, 2**-7)]
+    bits = 2**-8 if x.dtype == torch.bfloat16 else 2**-18
+    pairs = [(y, expected, bits), (x.grad, wide_x.grad, 2 * bits)]
     for layer, wide in zip(layers, wide_layers, strict=True):
         assert layer.weight.grad.dtype == torch.float32
-        pairs += [(layer.weight.grad, wide.weight.grad, 2**-8), (layer.bias.grad, wide.bias.grad, 2**-8)]
+        pairs += [(layer.weight.grad, wide.weight.grad, bits), (layer.bias.grad, wide.bias.grad, bits)]
     for mine, other, tolerance in pairs:
         scale = other.square().mean().sqrt()
         assert (mine.double() - other).square().mean().sqrt() < tolerance * scale
@@ -273,65 +281,75 @@ def check_against_float64(ours, formula, x, layers):
 
 
 SIZES = [(16, 32, 32), (16, 3, 16), (16, 1, 48), (32, 16, 16), (32, 8, 8), (32, 9, 24), (32, 1, 8), (32, 17, 40)]
+SIZES = [pytest.param(torch.bfloat16, *size, marks=needs_bf16) for size in SIZES]
+TILED = [(16, 32, 32), (32, 16, 16), (32, 8, 8), (16, 4, 4), (16, 4, 200), (32, 20, 12), (32, 36, 20)]
+SIZES += [(torch.float32, *size) for size in TILED]  # the last three fill no strip of tiles
 
 
-@needs_bf16
-@pytest.mark.parametrize(("channels", "height", "width"), SIZES)
-def test_residual_block(channels, height, width, ran):
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "channels", "height", "width"), SIZES)
+def test_residual_block(dtype, channels, height, width, ran):
     layers = convolutions(channels, channels, channels)
-    check_against_float64(residual_block, block_formula, bf16_frames(5, channels, height, width), layers)
-    assert ran == [f"conv_{way}_{channels}_{channels}" for way in ["forward"] * 4 + ["backward"] * 2]
+    check_against_float64(residual_block, block_formula, random_frames(dtype, 5, channels, height, width), layers)
+    name = f"{channels}_{channels}_{dtype}".replace("torch.", "")
+    assert ran == [f"conv_{way}_{name}" for way in ["forward"] * 4 + ["backward"] * 2]
 
 
-@needs_bf16
-@pytest.mark.parametrize(("before", "after", "height", "width"), [(16, 32, 32, 32), (32, 32, 16, 16), (32, 16, 5, 16)])
-def test_convolution(before, after, height, width):
-    def ours(x, conv):
-        return ConvFunction.apply(x, conv.weight, conv.bias)
+@needs_compiler
+@both_dtypes
+@pytest.mark.parametrize(("before", "after", "height", "width"), [(16, 32, 32, 32), (32, 32, 16, 16), (32, 16, 8, 16)])
+def test_convolution(dtype, before, after, height, width, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # which share five frames unequally
+    x = random_frames(dtype, 5, before, height, width)
+    check_against_float64(convolution, lambda x, conv: conv(x), x, convolutions(before, after))
 
-    x = bf16_frames(5, before, height, width)
-    check_against_float64(ours, lambda x, conv: conv(x), x, convolutions(before, after))
 
-
-@needs_bf16
-def test_gradients_stop_where_a_relu_is_zero():
-    """Exactly: with weights of one tap, a block's gradients are sums of few small whole numbers."""
+@needs_compiler
+@both_dtypes
+def test_gradients_stop_where_a_relu_is_zero(dtype):
+    """With weights of one tap a block's gradients are sums of few small halves, and in bfloat16 exact. In float32 a sum
+    of 0 may be rounded to either side; of the gates, only those of the input are 0 here."""
     conv0, conv1 = convolutions(16, 16, 16)
     for conv in (conv0, conv1):
-        nn.init.zeros_(conv.bias)
+        nn.init.constant_(conv.bias, 0.5)
         conv.weight.data = torch.zeros(16, 16, 3, 3)
         conv.weight.data[:, :, 0, 1] = torch.eye(16).flip(0)
-    x = torch.randint(-2, 3, (3, 16, 6, 16)).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    x = torch.randint(-2, 3, (3, 16, 8, 16)).to(dtype).contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
     other = x.detach().float().requires_grad_()
     y, expected = residual_block(x, conv0, conv1), block_formula(other, conv0, conv1)
-    dy = torch.randint(-3, 4, y.shape).to(torch.bfloat16)
+    dy = torch.randint(-3, 4, y.shape).to(dtype)
     y.backward(dy)
     mine = [conv.weight.grad.clone() for conv in (conv0, conv1)]
     conv0.zero_grad(), conv1.zero_grad()
     expected.backward(dy.float())
-    assert torch.equal(y.float(), expected)
-    assert torch.equal(x.grad.float(), other.grad)
-    assert torch.equal(mine[0], conv0.weight.grad)
-    assert torch.equal(mine[1], conv1.weight.grad)
+    rounding = {"rtol": 0, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(y.float(), expected, **rounding)
+    torch.testing.assert_close(x.grad.float(), other.grad, **rounding)
+    torch.testing.assert_close(mine[0], conv0.weight.grad, **rounding)
+    torch.testing.assert_close(mine[1], conv1.weight.grad, **rounding)
 
 
-@needs_bf16
-def test_nan_goes_through_a_residual_block():
-    x = bf16_frames(2, 16, 4, 16).detach()
+@needs_compiler
+@both_dtypes
+def test_nan_goes_through_a_residual_block(dtype):
+    """In float32 to all pixels of the tiles that it is in, which is further than in PyTorch."""
+    x = random_frames(dtype, 2, 16, 4, 16).detach()
     x[0, 3, 1, 1] = float("nan")
-    x.view(torch.int16)[1, 0, 0, 0] = -1  # a NaN with a sign
+    x[1, 0, 0, 0] = -float("nan")
     x.requires_grad_()
     y = residual_block(x, *convolutions(16, 16, 16))
-    expected = block_formula(x.detach().float(), *convolutions(16, 16, 16))
-    assert torch.equal(y.isnan(), expected.isnan())
+    expected = block_formula(x.detach().float(), *convolutions(16, 16, 16)).isnan()
+    assert torch.equal(y.isnan() & expected, expected)
+    assert dtype == torch.float32 or torch.equal(y.isnan(), expected)
     y.sum().backward()
     assert not x.grad.isnan().any()  # as in PyTorch: the gradients of a sum do not depend on where it is NaN
 
 
-@needs_bf16
-def test_residual_block_repeats_and_acts_as_it_trains(monkeypatch):
-    layers, gradients, x = convolutions(32, 32, 32), [], bf16_frames(9, 32, 16, 16)
+@needs_compiler
+@both_dtypes
+def test_residual_block_repeats_and_acts_as_it_trains(dtype, monkeypatch):
+    layers, gradients, x = convolutions(32, 32, 32), [], random_frames(dtype, 9, 32, 16, 16)
     for _ in range(2):
         x.grad = None
         y = residual_block(x, *layers)
@@ -348,9 +366,10 @@ def test_residual_block_repeats_and_acts_as_it_trains(monkeypatch):
     assert layers[0].weight.grad.isfinite().all()
 
 
-@needs_bf16
-def test_parameters_in_strides_and_another_default_dtype():
-    x, layers = bf16_frames(2, 16, 8, 16), convolutions(16, 16, 16)
+@needs_compiler
+@both_dtypes
+def test_parameters_in_strides_and_another_default_dtype(dtype):
+    x, layers = random_frames(dtype, 2, 16, 8, 16), convolutions(16, 16, 16)
     layers[0].to(memory_format=torch.channels_last)
     layers[1].bias = nn.Parameter(torch.randn(32)[::2])
     torch.set_default_dtype(torch.float64)
@@ -361,29 +380,40 @@ def test_parameters_in_strides_and_another_default_dtype():
 
 
 @pytest.mark.parametrize(
-    ("x", "channels", "expected"),
+    ("shape", "channels", "expected"),
     [
-        (bf16_frames(2, 16, 8, 16), (16, 16), True),
-        (bf16_frames(2, 16, 8, 16), (16, 32), True),
-        (bf16_frames(2, 32, 8, 8), (32, 32), True),
-        (bf16_frames(2, 16, 8, 16).float(), (16, 16), False),
-        (bf16_frames(2, 16, 8, 16).contiguous(), (16, 16), False),
-        (bf16_frames(2, 16, 8, 8), (16, 16), False),
-        (bf16_frames(2, 32, 8, 8), (32, 16), False),
-        (bf16_frames(2, 32, 8, 12), (32, 32), False),
-        (bf16_frames(2, 48, 8, 16), (48, 48), False),
-        (bf16_frames(2, 16, 8, 16), (32, 32), False),
+        ((2, 16, 8, 16), (16, 16), {torch.float32, torch.bfloat16}),
+        ((2, 16, 8, 16), (16, 32), {torch.float32, torch.bfloat16}),
+        ((2, 32, 8, 8), (32, 32), {torch.float32, torch.bfloat16}),
+        ((2, 16, 8, 8), (16, 16), {torch.float32}),
+        ((2, 32, 8, 8), (32, 16), {torch.float32}),
+        ((2, 32, 8, 12), (32, 32), {torch.float32}),
+        ((2, 32, 7, 8), (32, 32), {torch.bfloat16}),
+        ((2, 32, 8, 10), (32, 32), set()),
+        ((2, 48, 8, 16), (48, 48), set()),
+        ((2, 16, 8, 16), (32, 32), set()),
     ],
-    ids=["16", "16 to 32", "32", "float32", "contiguous", "8 wide", "32 to 16", "12 wide", "48", "other weights"],
+    ids=["16", "16 to 32", "32", "8 wide", "32 to 16", "12 wide", "7 high", "10 wide", "48", "other weights"],
 )
-def test_which_convolutions_have_kernels(x, channels, expected, monkeypatch):
-    """As if there were AVX-512 BF16. On a processor with AMX, its convolutions are three times as fast as ours."""
-    monkeypatch.setattr(kernels, "build", lambda: SimpleNamespace(conv_forward_16_16=None))
+def test_which_convolutions_have_kernels(shape, channels, expected, monkeypatch):
+    """On processors for which they have been found to be faster than PyTorch's."""
     (conv,) = convolutions(*channels)
-    with autocast(x):
-        assert convolves(x, conv.weight) == expected
-        monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "amx_bf16")
-        assert not convolves(x, conv.weight)
+
+    def found(*features: str) -> set[torch.dtype]:
+        built = {"conv_forward_16_16_bfloat16": None} if "avx512_bf16" in features else {}
+        monkeypatch.setattr(kernels, "build", lambda: SimpleNamespace(**built))
+        monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions in features)
+        dtypes = set()
+        for x in (random_frames(dtype, *shape) for dtype in (torch.float32, torch.bfloat16)):
+            with autocast(x):
+                dtypes |= {x.dtype} if convolves(x, conv.weight) else set()
+                assert not convolves(x.contiguous(), conv.weight)
+        return dtypes
+
+    assert found("avx2") == expected & {torch.float32}
+    assert found("avx2", "avx512_f") == set()
+    assert found("avx2", "avx512_f", "avx512_bf16") == expected & {torch.bfloat16}
+    assert found("avx2", "avx512_f", "avx512_bf16", "amx_bf16") == set()
     monkeypatch.undo()
     for amx in (True, False):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx})
