@@ -151,7 +151,7 @@ def test_versions_agree():
     assert re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == version
 
 
-@pytest.mark.parametrize("name", ["starpilot-ppo"])
+@pytest.mark.parametrize("name", ["fruitbot-impala", "starpilot-ppo"])
 def test_shipped_agents_play(name):
     path = ROOT / f"benchmarks/results/models/{name}.pt"
     model = read_model(path)
