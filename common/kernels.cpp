@@ -692,7 +692,7 @@ KERNELS(Float32, float32)
 KERNELS(BFloat16, bfloat16)
 
 // Filters are float32 [OUT, IN, 3, 3] (of the convolution that is meant, if `transposed`); see Epilogue for null pointers.
-// In float32 height and width are multiples of 4; in bfloat16 the width is one of 16, or of 8 for 32 channels.
+// In float32 height and width are multiples of 4; in bfloat16 the width is a multiple of 16, or of 8 for 32 channels.
 #define CONVOLUTIONS(T, NAME, IN, OUT)                                                                                   \
     extern "C" void conv_forward_##IN##_##OUT##_##NAME(                                                                  \
         const T* x, const float* filters, const float* bias, const T* gate, const T* residual, T* y, int64_t relu,       \
@@ -705,7 +705,7 @@ KERNELS(BFloat16, bfloat16)
         int64_t width, int64_t threads) {                                                                                \
         correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                          \
     }
-#define ALL_CONVOLUTIONS(T, NAME)   \
+#define ALL_CONVOLUTIONS(T, NAME) \
     CONVOLUTIONS(T, NAME, 16, 16) \
     CONVOLUTIONS(T, NAME, 16, 32) \
     CONVOLUTIONS(T, NAME, 32, 16) \
