@@ -349,6 +349,29 @@ void transform_tiles(PaddedFrame<Float32, IN>& frame, const Strip& strip, int64_
     });
 }
 
+// A block of the matrix product of `a`, whose rows lie ROW numbers apart and columns COLUMN, and `b`, whose rows lie OUT
+// apart: BLOCK rows of `a`, all of its `columns`, and BLOCKS * LANES columns of `b`. Written to `to`, or added to what is
+// there.
+template <int BLOCKS, int ROW, int COLUMN, int OUT>
+inline void multiply_block(const float* a, const float* b, int64_t columns, float* to, bool add) {
+    Floats sums[BLOCK][BLOCKS] = {};
+#pragma GCC unroll 16
+    for (int p = 0; p < BLOCK; p++)
+        for (int c = 0; c < BLOCKS; c++)
+            if (add) sums[p][c] = read<Floats>(to + p * OUT + c * LANES);
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < columns; k++) {
+        Floats own[BLOCKS];
+        for (int c = 0; c < BLOCKS; c++) own[c] = read<Floats>(b + k * OUT + c * LANES);
+#pragma GCC unroll 16
+        for (int p = 0; p < BLOCK; p++)
+            for (int c = 0; c < BLOCKS; c++) sums[p][c] += own[c] * a[p * ROW + k * COLUMN];
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < BLOCK; p++)
+        for (int c = 0; c < BLOCKS; c++) write(sums[p][c], to + p * OUT + c * LANES);
+}
+
 template <int IN, int OUT>
 void convolve_frames(const Float32* x, const float* filters, Epilogue<Float32> epilogue, Float32* y, bool relu,
                      bool transposed, int64_t batch, int64_t height, int64_t width, int threads) {
@@ -370,18 +393,7 @@ void convolve_frames(const Float32* x, const float* filters, Epilogue<Float32> e
                             const float* from = v.data() + point * strip.stride(IN) + t * IN;
                             const float* own = u.data() + point * IN * OUT + out;
                             float* to = m.data() + point * strip.stride(OUT) + t * OUT + out;
-                            Floats sums[BLOCK][BLOCKS] = {};
-#pragma GCC unroll 4
-                            for (int k = 0; k < IN; k++) {
-                                Floats weight[BLOCKS];
-                                for (int c = 0; c < BLOCKS; c++) weight[c] = read<Floats>(own + k * OUT + c * LANES);
-#pragma GCC unroll 16
-                                for (int p = 0; p < BLOCK; p++)
-                                    for (int c = 0; c < BLOCKS; c++) sums[p][c] += weight[c] * from[p * IN + k];
-                            }
-#pragma GCC unroll 16
-                            for (int p = 0; p < BLOCK; p++)
-                                for (int c = 0; c < BLOCKS; c++) write(sums[p][c], to + p * OUT + c * LANES);
+                            multiply_block<BLOCKS, IN, 1, OUT>(from, own, IN, to, false);
                         }
                 strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
                     for (int out = 0; out < OUT; out += LANES) {
@@ -434,20 +446,8 @@ void correlate_frames(const Float32* x, const Float32* dy, float* sums, float* b
                             const float* inputs = v.data() + point * strip.stride(IN) + in;
                             const float* outputs = dm.data() + point * strip.stride(OUT) + out;
                             float* to = du.data() + (point * IN + in) * OUT + out;
-                            Floats part[BLOCK][BLOCKS];
-#pragma GCC unroll 16
-                            for (int k = 0; k < BLOCK; k++)
-                                for (int c = 0; c < BLOCKS; c++) part[k][c] = read<Floats>(to + k * OUT + c * LANES);
-                            for (int64_t t = 0; t < strip.tiles_from(row, height); t++) {
-                                Floats output[BLOCKS];
-                                for (int c = 0; c < BLOCKS; c++) output[c] = read<Floats>(outputs + t * OUT + c * LANES);
-#pragma GCC unroll 16
-                                for (int k = 0; k < BLOCK; k++)
-                                    for (int c = 0; c < BLOCKS; c++) part[k][c] += output[c] * inputs[t * IN + k];
-                            }
-#pragma GCC unroll 16
-                            for (int k = 0; k < BLOCK; k++)
-                                for (int c = 0; c < BLOCKS; c++) write(part[k][c], to + k * OUT + c * LANES);
+                            int64_t tiles = strip.tiles_from(row, height);
+                            multiply_block<BLOCKS, 1, IN, OUT>(inputs, outputs, tiles, to, true);
                         }
             }
         }
