@@ -54,7 +54,7 @@ from common.device import to_device
 from common.learning import backward, mean_metrics, micro_batches
 from common.reward_scale import RewardNormalizer
 from common.session import Session, run_script
-from common.settings import Fraction, NotNegative, Positive, RunArgs, presets
+from common.settings import Fraction, NotNegative, Positive, RunArgs
 from common.world import World
 
 NAME = Path(__file__).stem
@@ -68,7 +68,7 @@ PRESETS = {  # defaults other than those of Args; "paper" has those of the paper
 }  # fmt: skip
 
 
-@presets(PRESETS)
+@RunArgs.presets(PRESETS)
 @dataclass
 class Args(RunArgs):
     # ---- preset

@@ -1,15 +1,14 @@
 """Phasic Policy Gradient (Cobbe et al. 2020, https://arxiv.org/abs/2009.04416) for Procgen and Gymnasium.
 
     python ppg.py --env-id starpilot
-    python ppg.py --env-id starpilot --arch dual
-    torchrun --nproc-per-node 4 ppg.py --env-id starpilot    # the paper's 4 processes with 64 environments each
+    torchrun --nproc-per-node 4 ppg.py --env-id starpilot --preset paper    # as in the paper: 4 x 64 environments
 
 The policy phase is PPO with one pass over each rollout. After `n_pi` of them, an auxiliary phase trains the encoder on
-the value targets of all these rollouts, while a KL divergence holds the policy where it was. The defaults are those of
-OpenAI's phasic-policy-gradient, for one process with 64 environments. Deviations from the paper and from CleanRL:
+the value targets of all these rollouts, while a KL divergence holds the policy where it was. `--preset paper` has the
+settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations from the paper and from CleanRL:
 
-1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
-   `--anneal-lr` lowers the auxiliary optimiser's rate, too.
+1. `--total-timesteps` is rounded up to whole iterations; a run that ends in mid-phase closes with an auxiliary phase.
+   The learning-rate schedule ends where the run ends. `--anneal-lr` lowers the auxiliary optimiser's rate, too.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
 3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
    2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in OpenAI's runs.
@@ -17,14 +16,14 @@ OpenAI's phasic-policy-gradient, for one process with 64 environments. Deviation
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
 6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
    join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
-7. The default is `--arch detach`, as in CleanRL: one encoder, half the cost of the paper's default `dual`. It stops the
-   value head's gradient in both phases, as OpenAI's code does. The paper stops it in one, and scores as with `dual`.
-8. The paper has 4 processes with 64 environments. One process makes as many gradient steps in a phase, at the same
+7. Phases are short: 8 iterations and 3 auxiliary passes, not 32 and 6, since before the first auxiliary phase the value
+   head predicts next to nothing (benchmarks/NOTES.md). There is one encoder, as in CleanRL, at half the cost of the
+   paper's two. The value head's gradient stops before it in both phases, as in OpenAI's code.
+8. The paper has 4 processes with 64 environments. One process makes as many gradient steps in an iteration, at the same
    learning rate, on minibatches of a quarter of the size, as in CleanRL. Four ranks (torchrun) have the paper's size.
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, a weight of 1 on half the squared value
    error, minibatches of whole environments, reward scale as in `ppo.py`, an Adam of its own for the auxiliary phase,
    and the value's passes before the policy's where `--e-value` differs from `--e-policy`.
-10. A run that ends in mid-phase closes with an auxiliary phase on the iterations since the last one.
 """
 
 import math
@@ -54,9 +53,14 @@ from common.settings import Fraction, NotNegative, Positive, RunArgs
 from common.world import World
 
 
+@RunArgs.presets({"paper": {"exp_name": f"{Path(__file__).stem}-paper", "arch": "dual", "n_pi": 32, "e_aux": 6}})
 @dataclass
 class Args(RunArgs):
     exp_name: str = Path(__file__).stem
+
+    # ---- preset
+    preset: Literal["short", "paper"] = "short"
+    """short phases and one encoder, or the paper's phases and encoders; flags given beside it win"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -76,9 +80,9 @@ class Args(RunArgs):
 
     # ---- algorithm
     total_timesteps: Positive[int] = 25_000_000
-    """environment steps of the run; rounded up to whole iterations of N x T"""
+    """environment steps of the run; rounded up to whole iterations"""
     learning_rate: NotNegative[float] = 5e-4
-    """step size of Adam (alpha)"""
+    """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     adam_eps: NotNegative[float] = 1e-8
@@ -115,11 +119,11 @@ class Args(RunArgs):
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10, or do not"""
     norm_reward_gamma: Fraction | None = 0.99
     """discount factor of that return; None for gamma"""
-    n_pi: Positive[int] = 32
-    """iterations in a policy phase (N_pi), whose frames are kept: 6.4 GB for 32 x 64 x 256 frames of Procgen"""
+    n_pi: Positive[int] = 8
+    """iterations in a policy phase (N_pi), whose frames are kept: 1.6 GB for 8 x 64 x 256 frames of Procgen"""
     aux_frames: Literal["memory", "disk"] = "memory"
     """where these frames are kept: in memory (a GPU's if they fit, else the host's), or in a file in --runs-dir"""
-    e_aux: Positive[int] = 6
+    e_aux: Positive[int] = 3
     """passes over the rollouts of a phase in the auxiliary phase (E_aux)"""
     beta_clone: NotNegative[float] = 1.0
     """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
@@ -155,10 +159,8 @@ class Args(RunArgs):
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
-        yield (
-            self.num_envs % self.num_minibatches == 0,
-            f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs}: change one of them.",
-        )
+        whole = f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs}: change one."
+        yield self.num_envs % self.num_minibatches == 0, whole
         single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
         yield self.num_minibatches < self.iteration_steps, single
 
@@ -513,9 +515,7 @@ def update(
 
 class Phase:
     """The rollouts of a policy phase: `obs` [K, T, N, ...], on any device, `actions`, and value targets `returns`.
-
-    A checkpoint has the actions in place of Procgen's frames, which `envs` replay; other observations are saved.
-    """
+    A checkpoint has the actions in place of Procgen's frames, which `envs` replay; other observations are saved."""
 
     def __init__(self, size: int, envs: VectorEnv, rollout: Rollout, args: Args, device: torch.device):
         disk = args.runs_dir if args.aux_frames == "disk" else None
@@ -568,8 +568,7 @@ def auxiliary_phase(
 ) -> dict[str, Tensor]:
     """Train encoder and value heads on the rollouts of a phase. Returns the means of the metrics."""
     iterations, _, num_envs = phase.returns.shape
-    # Rollout number k * N + n is that of environment n in iteration k.
-    rollouts = torch.arange(iterations * num_envs, device=phase.returns.device)
+    rollouts = torch.arange(iterations * num_envs, device=phase.returns.device)  # number k * N + n: iteration k, env n
 
     def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
         k, n = (batch // num_envs).to(x.device), (batch % num_envs).to(x.device)

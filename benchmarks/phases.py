@@ -2,9 +2,9 @@
 
     python benchmarks/phases.py          # from the curves in results/easy-all; writes phases.md and phases.png there
 
-A phase of PPG's defaults has 524,288 steps here and 2,097,152 in the paper (Cobbe et al. 2020, hard mode), with as many
-gradient steps. Hours are those of the throughput table: PPO makes more steps in the time of one phase. A score is the
-mean return of all episodes that ended in the last 131,072 steps.
+A phase has 131,072 steps with PPG's defaults, 524,288 with the paper's settings (`--preset paper`), and 2,097,152 in
+the paper (Cobbe et al. 2020, hard mode), with as many gradient steps as the latter. Hours are those that so many steps
+take on two idle cores without bfloat16. Scores are mean returns of all episodes that ended in the last 131,072 steps.
 """
 
 import statistics
@@ -24,21 +24,21 @@ import curves
 import readme
 
 RESULTS = Path(__file__).parent / "results"
-PHASE, WINDOW = 524_288, 131_072  # steps
+SHORT_PHASE, PHASE, WINDOW = 131_072, 524_288, 131_072  # steps
 PAPER_PHASE = 2_097_152
 PAPER = {  # the paper's runs, and the colours of ours that they belong to
     "PPO, paper": ("ppg_paper_ppo_hard_all", "C0"),
     "PPG, single network, paper": ("ppg_paper_ppg_single_network_hard_all", "C1"),
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
 }
-COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-dual": "C4"}  # by folder of the runs
+COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-long": "C2", "ppg-paper": "C4"}  # by folder of the runs
 reference = cache(curves.read_reference)
 
 
 def speeds() -> dict[str, float]:
-    """Steps per second of ppo and ppg at their defaults: medians of the throughput table."""
+    """Steps per second of ppo and ppg at their defaults on two cores without bfloat16: medians."""
     columns, only = {"algorithm": str, "steps_per_second": float}, [("sweep", ""), ("configuration", "default")]
-    rows = zip(*curves.read_columns(RESULTS / "throughput" / "cpu.csv", "speeds", columns, only), strict=True)
+    rows = zip(*curves.read_columns(RESULTS / "throughput-avx2" / "cpu.csv", "speeds", columns, only), strict=True)
     found = {}
     for algorithm, speed in rows:
         found.setdefault(algorithm, []).append(speed)
@@ -46,12 +46,12 @@ def speeds() -> dict[str, float]:
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:
-    """The runs of each game that both algorithms have played: `[game][algorithm]`."""
+    """The runs of each game that both PPO and PPG have played: `[game][algorithm]`."""
     games = {}
     for algorithm in COLOURS:
         for path in sorted(folder.glob(f"{algorithm}/*/seed?.csv")):
             games.setdefault(path.parent.name, {}).setdefault(algorithm, []).append(curves.read(path))
-    return {game: runs for game, runs in games.items() if {"ppo", "ppg"} <= runs.keys()}
+    return {game: runs for game, runs in games.items() if "ppo" in runs and len(runs) > 1}
 
 
 def scores(runs: list[curves.Curve], step: float) -> list[float]:
@@ -60,24 +60,24 @@ def scores(runs: list[curves.Curve], step: float) -> list[float]:
 
 
 def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
-    """A row for each game and phase that a run of PPG has ended: means over seeds."""
+    """A row for each game and long phase that a run of PPG has got through: means over seeds."""
 
     def cell(values: list[float]) -> str:
         return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
 
     speed, paper = speeds(), {name: reference(file) for name, (file, _) in PAPER.items()}
-    columns = ["game", "phases", "steps", "PPG", "PPG, dual", "PPO, same steps", "PPO, same hours", *paper]
+    algorithms = [algorithm for algorithm in COLOURS if algorithm != "ppo"]
+    columns = ["game", "steps", *map(readme.label, algorithms), "PPO, same steps", "PPO, same hours", *paper]
     rows = []
     for game, runs in games.items():
         for phase in range(1, 100):
             step = phase * PHASE
-            mine = scores(runs["ppg"], step)
-            if not mine:
+            mine = [scores(runs.get(algorithm, []), step) for algorithm in algorithms]
+            if not any(mine):
                 break
             others = scores(runs["ppo"], step), scores(runs["ppo"], step * speed["ppo"] / speed["ppg"])
             published = [curve[game].scores(phase * PAPER_PHASE) if game in curve else [] for curve in paper.values()]
-            cells = map(cell, (mine, scores(runs.get("ppg-dual", []), step), *others, *published))
-            rows.append([game, str(phase), f"{step:,}", *cells])
+            rows.append([game, f"{step:,}", *map(cell, (*mine, *others, *published))])
     return readme.markdown(columns, rows)
 
 
@@ -93,9 +93,10 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
             by_step.plot(ends / 1e6, values, **style)
             if algorithm in speed:
                 by_hour.plot(ends / speed[algorithm] / 3600, values, **style)
-        longest = max(run.steps[-1] for run in runs["ppg"])
-        for phase in range(1, longest // PHASE + 1):
-            by_step.axvline(phase * PHASE / 1e6, color="0.8", linewidth=0.8, zorder=0)
+        longest = max(run.steps[-1] for algorithm, its in runs.items() if algorithm != "ppo" for run in its)
+        for length, width in ((SHORT_PHASE, 0.3), (PHASE, 1.0)):
+            for step in range(length, longest + 1, length):
+                by_step.axvline(step / 1e6, color="0.8", linewidth=width, zorder=0)
         for name, (file, colour) in PAPER.items():
             curve = reference(file).get(game)
             if curve:

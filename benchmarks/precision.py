@@ -23,7 +23,7 @@ from collect import RESULTS, finished_run, write_curve
 from curves import Curve, difference, read, score
 
 FOLDER = RESULTS / "precision"
-MARKS = {"ppo": 1_015_808, "impala-appo": 1_015_808, "ppg": 524_288}  # steps, whole iterations
+MARKS = {"ppo": 1_015_808, "impala-appo": 1_015_808, "ppg-long": 524_288}  # steps, whole iterations
 WINDOW = 131_072
 COLOURS = {"fp32": "C0", "bf16": "C1"}
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 # What tables and figures call the runs of a script, by their --exp-name, or the script
 LABELS = {"ppo": "PPO", "ppg": "PPG", "impala-appo": "IMPALA (APPO)", "impala-paper": "IMPALA (paper)"}
-LABELS |= {"impala": LABELS["impala-appo"], "ppg-dual": "PPG, dual"}
+LABELS |= {"impala": LABELS["impala-appo"], "ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)"}
 
 
 def label(algorithm: str) -> str:

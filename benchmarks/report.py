@@ -55,6 +55,7 @@ PUBLISHED = {
     "hard-all": {
         "": ("ppo_hard_all", "PPO, train-procgen"),
         "ppg": ("ppg_paper_ppg_single_network_hard_all", "PPG, single network, PPG paper"),
+        "ppg-paper": ("ppg_paper_ppg_hard_all", "PPG, PPG paper"),
     },
 }
 TEST = {"easy-200": "ppo_easy_200_test"}
@@ -176,20 +177,20 @@ def origins(protocol: Protocol) -> list[str]:
 
 
 def summary_table(protocol: Protocol) -> list[str]:
-    """README's table: means over seeds at one and at two million steps, with the range over seeds."""
+    """README's table: means over seeds after half a million, one and two million steps, with the range over seeds."""
 
     def cell(scores: list[float]) -> str:
         spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
         return f"{mean(scores):.1f}{spread}" if scores else "-"
 
-    columns, rows = ["run", "seeds"], []
-    for mark in ("1M", "2M"):
+    marks, columns, rows = ("0.5M", "1M", "2M"), ["run", "seeds"], []
+    for mark in marks:
         columns += [f"{mark} steps", "published PPO"]
     for algorithm, games in protocol.runs.items():
         published = protocol.published("")[0]
         for game, runs in sorted(games.items()):
             cells = []
-            for steps in (MARKS["1M"], MARKS["2M"]):
+            for steps in map(MARKS.get, marks):
                 ours = protocol.scores(algorithm, game, steps)
                 cells += [cell(ours), cell(published[game].scores(steps) if ours and game in published else [])]
             rows.append([f"{readme.label(algorithm)} {game}", str(len(runs)), *cells])

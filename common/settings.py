@@ -55,19 +55,6 @@ def check_limits(args: Any) -> None:
                     raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
 
 
-def presets(named: dict[str, dict[str, Any]]) -> Callable[[type], type]:
-    """Decorate a dataclass of settings: its `preset` chooses, by name, other defaults for the settings not given."""
-
-    def decorate(args_class: type) -> type:
-        def with_preset(self: Any, **given: Any) -> None:
-            init(self, **named.get(given.get("preset", self.preset), {}) | given)
-
-        init, args_class.__init__ = args_class.__init__, with_preset
-        return args_class
-
-    return decorate
-
-
 @dataclass
 class RunArgs:
     # ---- evaluation
@@ -117,6 +104,19 @@ class RunArgs:
     """write videos of environment 0 into the run folder (slower: Procgen then also draws 512x512 frames)"""
 
     title = property(lambda self: self.exp_name, doc="What the screen calls the algorithm.")
+
+    @staticmethod
+    def presets(named: dict[str, dict[str, Any]]) -> Callable[[type], type]:
+        """Decorate a dataclass of settings: its `preset` names other defaults for the settings that are not given."""
+
+        def decorate(args_class: type) -> type:
+            def with_preset(self: Any, **given: Any) -> None:
+                init(self, **named.get(given.get("preset", self.preset), {}) | given)
+
+            init, args_class.__init__ = args_class.__init__, with_preset
+            return args_class
+
+        return decorate
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         """What must hold between settings: pairs of a condition and a sentence that says what to change."""

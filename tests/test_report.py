@@ -133,11 +133,8 @@ def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, 
     rows = [f"{end},{end / 500:.1f},10,{value + slope * (end - 8192):.6g},{value}" for end in ends]
     header = "step,seconds,episodes,episodic_return,last_100_return"
     (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
-    meta = {
-        "command": f"python {algorithm.partition('-')[0]}.py --env-id {game} --seed {seed}",
-        "commit": f"012345{seed}89",
-    }
-    meta["dirty"] = seed == 10
+    command = f"python {algorithm.partition('-')[0]}.py --env-id {game} --seed {seed}"
+    meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 10}
     if game == "maze":  # without git
         meta |= {"commit": None, "dirty": None}
     (folder / f"seed{seed}.meta.json").write_text(json.dumps(meta))
@@ -149,20 +146,30 @@ def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, 
         (folder / f"seed{seed}.eval.csv").write_text("\n".join([header, *rows]) + "\n")
 
 
+@pytest.fixture
+def made(tmp_path, capsys):
+    """Makes the report of the runs in `tmp_path`; returns what it prints."""
+
+    def make():
+        report.main(report.Args(results=tmp_path, documents=()))
+        return capsys.readouterr().out
+
+    return make
+
+
 def table_rows(text, start):
     """The cells of the lines of a table that start so."""
     lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_the_report_from_known_curves(tmp_path, capsys):
+def test_the_report_from_known_curves(tmp_path, made):
     for seed, value in ((1, 10.0), (2, 10.2), (3, 10.2), (4, 10.2), (10, 10.4)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
         write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
     write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=940_000)
     write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
-    report.main(report.Args(results=tmp_path, documents=()))
-    text = capsys.readouterr().out
+    text = made()
     published = curves.read_reference("ppo_easy_all")
     (row,) = [row for row in table_rows(text, "PPO starpilot") if row[1] == "1M"]
     theirs = published["starpilot"].scores(1_000_000)
@@ -192,15 +199,14 @@ def test_the_report_from_known_curves(tmp_path, capsys):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
         assert f"/easy-all/{name})" in text
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    report.main(report.Args(results=tmp_path, documents=()))  # makes the same again
+    made()  # the same again
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == contents
 
 
-def test_train_test_gaps(tmp_path, capsys, no_pictures):
+def test_train_test_gaps(tmp_path, made, no_pictures):
     for seed in (1, 2):
         write_run(tmp_path, "easy-200", "ppo", "coinrun", seed, 6 + seed, evaluation=3.0 + 1.5 * seed)
-    report.main(report.Args(results=tmp_path, documents=()))
-    text = capsys.readouterr().out
+    text = made()
     train, test = (curves.read_reference(f"ppo_easy_200_{part}")["coinrun"] for part in ("train", "test"))
     rows = [row for row in table_rows(text, "PPO coinrun") if row[1] != "0.5M" and len(row[4]) == 4]
     both = np.mean(train.scores(1_000_000)), np.mean(test.scores(1_000_000))
@@ -211,11 +217,10 @@ def test_train_test_gaps(tmp_path, capsys, no_pictures):
     ]  # fmt: skip
 
 
-def test_learning_does_not_hide_the_gap(tmp_path, capsys, no_pictures):
+def test_learning_does_not_hide_the_gap(tmp_path, made, no_pictures):
     """Training scores look back over a window, at whose end the policy is better than in its middle."""
     write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 2.0, evaluation=1.0, slope=8e-6)
-    report.main(report.Args(results=tmp_path, documents=()))
-    gaps = {row[1]: row[4] for row in table_rows(capsys.readouterr().out, "PPO coinrun") if "±" in row[3]}
+    gaps = {row[1]: row[4] for row in table_rows(made(), "PPO coinrun") if "±" in row[3]}
     assert gaps.keys() == {"0.5M", "1M"}
     assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
 
@@ -227,57 +232,51 @@ def test_marks_outside_the_evaluations_have_no_gap():
     assert evaluations.at(9) is evaluations.at(21) is None
 
 
-def test_runs_on_several_games_have_no_gap(tmp_path, capsys, no_pictures):
+def test_runs_on_several_games_have_no_gap(tmp_path, made, no_pictures):
     """Their training episodes are mostly of the game with the shortest."""
     write_run(tmp_path, "easy-200", "ppo", "coinrun,maze", 1, 7.0, evaluation=4.0)
-    report.main(report.Args(results=tmp_path, documents=()))
-    text = capsys.readouterr().out
+    text = made()
     assert [row[1] for row in table_rows(text, "PPO coinrun,maze")] == ["0.5M", "1M"]
     assert "held-out" not in text
 
 
-def test_means_over_games_of_which_nothing_is_published(tmp_path, capsys, no_pictures):
+def test_means_over_games_of_which_nothing_is_published(tmp_path, made, no_pictures):
     for game, value in (("coinrun", 7.5), ("maze", 7.0)):  # hard: 5 to 10, 4 to 10
         write_run(tmp_path, "hard-500", "ppo", game, 1, value)
     write_run(tmp_path, "memory-all", "ppo", "maze", 1, 3.0)
-    report.main(report.Args(results=tmp_path, documents=()))
-    text = capsys.readouterr().out
+    text = made()
     assert "| PPO | 1M | 2 x 1 | 0.500 | - | - | - | - |" in text
     assert "### memory-all" in text
     assert "| PPO maze | 1M | 3.00 | - | - | - | nothing published |" in text
 
 
-@pytest.mark.parametrize("text", ["", "step,seconds,episodes,episodic_return,last_100_return\n", "a,b\n1,2\n"])
-def test_what_is_no_curve_is_named(text, tmp_path):
-    path = tmp_path / "easy-all" / "ppo" / "maze" / "seed3.csv"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    with pytest.raises(InputError, match=r"seed3\.csv is no CSV of a learning curve"):
-        report.main(report.Args(results=tmp_path, documents=()))
+EVALUATION_COLUMNS = "step,policy,episodic_return,standard_error\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "words", "texts"),
     [
-        ("seed1.eval.csv", "step,policy,episodic_return,standard_error\n", "is no CSV of evaluations"),
-        ("seed1.eval.csv", "step,policy,episodic_return,standard_error\n64,greedy,1,1\n", "is no CSV of evaluations"),
+        ("seed1.csv", "is no CSV of a learning curve", ["", f"{','.join(convert.COLUMNS)}\n", "a,b\n1,2\n"]),
         (
             "seed1.eval.csv",
-            "step,policy,episodic_return,standard_error\n64,stochastic,?,1\n",
             "is no CSV of evaluations",
+            ["", *(EVALUATION_COLUMNS + row for row in ("", "64,greedy,1,1\n", "64,stochastic,?,1\n"))],
         ),
-        ("seed1.eval.csv", "", "is no CSV of evaluations"),
-        ("seed1.meta.json", '{"command": "python ppo.py"', "does not say how its curve was made"),
-        ("seed1.meta.json", '{"command": "python ppo.py"}', "does not say how its curve was made"),
+        (
+            "seed1.meta.json",
+            "does not say how its curve was made",
+            ['{"command": "python ppo.py"', '{"command": "python ppo.py"}'],
+        ),
     ],
 )
-def test_damaged_files_beside_a_curve_are_named(name, text, words, tmp_path, no_pictures):
+def test_damaged_files_are_named(name, words, texts, tmp_path, made, no_pictures):
     write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 7.0, evaluation=4.0)
     path = tmp_path / "easy-200" / "ppo" / "coinrun" / name
     assert path.exists()
-    path.write_text(text)
-    with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-        report.main(report.Args(results=tmp_path, documents=()))
+    for text in texts:
+        path.write_text(text)
+        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
+            made()
 
 
 def test_a_document_that_is_not_there(tmp_path):
@@ -294,14 +293,13 @@ def test_a_report_of_nothing_leaves_a_document_alone(tmp_path):
     assert (tmp_path / "README.md").read_text() == "text"
 
 
-def test_a_short_run_is_no_obstacle(tmp_path, capsys, no_pictures):
+def test_a_short_run_is_no_obstacle(tmp_path, made, no_pictures):
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0, steps=16_384)
     write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 8.0)
-    report.main(report.Args(results=tmp_path, documents=()))
-    assert [row[1] for row in table_rows(capsys.readouterr().out, "PPO fruitbot")] == ["0.5M", "1M"]
+    assert [row[1] for row in table_rows(made(), "PPO fruitbot")] == ["0.5M", "1M"]
 
 
-def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch, no_pictures):
+def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_pictures):
     """A curve goes on with the seeds that do; what is no Procgen game has no part in the profile."""
     drawn = {}
 
@@ -319,12 +317,11 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, capsys, monkeypatch, no
     write_run(tmp_path, "easy-all", "impala-appo", "fruitbot", 1, 7.0)
     write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
-    report.main(report.Args(results=tmp_path, documents=()))
+    text = made()
     x, runs = drawn["PPO (n = 2, 1 at the end)"]
     assert x[-1] == 31 * 32_768 / 1e6
     assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
     assert len(drawn["profile"]) == 2
-    text = capsys.readouterr().out
     assert "# PPG maze (made at None)" in text
     (row,) = [row for row in table_rows(text, "IMPALA (APPO) CartPole-v1") if row[1] == "1M"]
     assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
@@ -336,10 +333,10 @@ def test_the_summary_has_a_row_for_each_game_and_script(tmp_path):
     write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     (protocol,) = report.read_protocols(tmp_path)
     first, second = table_rows("\n".join(report.summary_table(protocol)), "")[1:]
-    published = curves.read_reference("ppo_easy_all")["starpilot"].scores(1_000_000)
-    theirs = f"{np.mean(published):.1f} ({min(published):.1f} to {max(published):.1f})"
-    assert first == ["IMPALA (APPO) CartPole-v1", "1", "7.0", "-", "-", "-"]
-    assert second == ["PPO starpilot", "2", "4.0 (3.0 to 5.0)", theirs, "-", "-"]
+    published = [curves.read_reference("ppo_easy_all")["starpilot"].scores(steps) for steps in (500_000, 1_000_000)]
+    half, one = (f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in published)
+    assert first == ["IMPALA (APPO) CartPole-v1", "1", "7.0", "-", "7.0", "-", "-", "-"]
+    assert second == ["PPO starpilot", "2", "4.0 (3.0 to 5.0)", half, "4.0 (3.0 to 5.0)", one, "-", "-"]
 
 
 def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
@@ -348,6 +345,7 @@ def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
     for seed in (1, 2):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, 1.0, slope=1e-6, steps=1_310_720)
     write_run(tmp_path, "easy-all", "ppg", "starpilot", 1, 3.0, steps=1_048_576)
+    write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 2, 2.0, steps=524_288)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 3.0)  # which PPO has not played
     _, _, first, second = phases.main(tmp_path / "easy-all").splitlines()
     middle = 524_288 - 131_072 / 2  # of the window
@@ -355,9 +353,9 @@ def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
     paper = [
         f"{mean(curves.read_reference(file)['starpilot'].scores(2_097_152)):.2f}" for file, _ in phases.PAPER.values()
     ]
-    start = f"| starpilot | 1 | 524,288 | 3.00 (n = 1) | - | {same_steps} | {same_hours} | "
+    start = f"| starpilot | 524,288 | 3.00 (n = 1) | 2.00 (n = 1) | - | {same_steps} | {same_hours} | "
     assert first == start + " | ".join(f"{each} (n = 3)" for each in paper) + " |"
-    assert second.startswith(f"| starpilot | 2 | 1,048,576 | 3.00 (n = 1) | - | {same_hours} | - | ")
+    assert second.startswith(f"| starpilot | 1,048,576 | 3.00 (n = 1) | - | - | {same_hours} | - | ")
     assert (tmp_path / "easy-all" / "phases.png").stat().st_size > 5000
 
 

@@ -192,8 +192,10 @@ def test_help(script, monkeypatch, capsys):
     assert not shown.err
     titles = re.findall(r"^(?:╭─)? ((?:[\w-]+ )?options)(?: ─+╮| *)$", shown.out, re.M)
     groups = ["environment", "algorithm", "network", "evaluation", "intrinsic-rewards", "run"]
+    if script is not ppo:
+        groups.insert(0, "preset")
     if script is impala:
-        groups = ["preset", *groups[:4], "run"]
+        groups.remove("intrinsic-rewards")
     assert titles == ["options", *(f"{title} options" for title in groups)]
     _, description, *_ = shown.out.split("\n\n")
     assert " ".join(description.split()) == script.__doc__.splitlines()[0]
@@ -224,6 +226,9 @@ def test_presets_are_defaults():
     assert (impala.Args().title, paper.title, ppo.Args().title) == ("IMPALA (APPO)", "IMPALA (paper)", "ppo")
     with pytest.raises(InputError, match="--preset 1997 is not known: use one of appo, paper"):
         impala.Args(preset="1997").validate()
+    openai = ppg.Args(preset="paper", e_aux=3)
+    assert (openai.arch, openai.n_pi, openai.e_aux, openai.exp_name) == ("dual", 32, 3, "ppg-paper")
+    assert command(openai, "ppg.py") == "python ppg.py --preset paper --e-aux 3"
 
 
 def test_help_shows_the_defaults_of_a_preset(capsys):
