@@ -1,13 +1,31 @@
 """What several test files use."""
 
 import csv
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+import impala
+import ppg
+import ppo
 from common.envs import finished_episodes, make_envs
 from common.evaluation import HeldOut
 from common.load import load_agent
+
+SCRIPTS = [ppo, ppg, impala]
+ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+PPO_AND_PPG = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
+
+
+def small_args(script, runs_dir: Path, sizes: dict[str, Any], /, **settings):
+    """A run of CartPole that repeats exactly, with `settings`; `sizes` are for the scripts that have such a flag."""
+    small = {"num_envs": 4, "num_minibatches": 2, "e_aux": 1, "batch_size": 4, "num_actors": 0, "log_interval": 1}
+    flags = {field.name for field in dataclasses.fields(script.Args)}
+    own = {name: value for name, value in (small | sizes).items() if name in flags}
+    return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir)} | own | settings)
 
 
 class Silent:
@@ -39,13 +57,15 @@ def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
     return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
     """The episodes, progress and evaluations of a run without the wall-clock columns."""
-    rows = []
-    for name in ("episodes.csv", "progress.csv", "eval.csv"):
-        with (run_dir / name).open() as file:
-            rows += [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
-    return rows
+    rows = [row for name in ("episodes.csv", "progress.csv", "eval.csv") for row in read_csv(run_dir / name)]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def evaluate(run_dir: Path, episodes: int = 20) -> float:

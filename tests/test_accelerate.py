@@ -13,34 +13,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
+import ppo
 from common import accelerate as module
 from common import kernels
 from common.accelerate import accelerate
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(ppo.ResidualBlock):
     def __init__(self, channels=16):
-        super().__init__()
-        self.conv0 = nn.Conv2d(channels, channels, 3, padding=1)
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x):
-        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+        super().__init__(channels, "identity")
 
 
-class ImpalaCNN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers, channels = [], 3
-        for out_channels in (16, 32, 32):
-            layers += [nn.Conv2d(channels, out_channels, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
-            layers += [ResidualBlock(out_channels), ResidualBlock(out_channels)]
-            channels = out_channels
-        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 8 * 8, 8), nn.ReLU())
-
-    def forward(self, frames):
-        bf16 = torch.is_autocast_enabled(frames.device.type)
-        return self.layers(frames.permute(0, 3, 1, 2).to(torch.bfloat16 if bf16 else torch.float32) / 255)
+def impala_cnn():
+    return ppo.ImpalaCNN((64, 64, 3), 8, "identity")
 
 
 class Agent(nn.Module):
@@ -119,7 +104,7 @@ def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkey
     names, call = [], kernels.call
     monkeypatch.setattr(kernels, "call", lambda name, *a: names.append(name.split("_torch")[0]) or call(name, *a))
     monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "avx2")  # no AMX, for one
-    theirs, ours = made(ImpalaCNN)
+    theirs, ours = made(impala_cnn)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     frames, found = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8), []
     for network, bf16 in ((copy.deepcopy(theirs), False), (theirs, precision == "bf16"), (ours, precision == "bf16")):
@@ -142,7 +127,7 @@ def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkey
 
 
 def test_input_of_another_dtype_than_autocasts_is_pytorchs(ran):
-    theirs, ours = made(nn.Sequential, *ImpalaCNN().layers[:3])
+    theirs, ours = made(nn.Sequential, *impala_cnn().layers[:3])
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours(images(3)), theirs(images(3)))
         assert ours(images(3)).dtype == torch.bfloat16
@@ -230,24 +215,9 @@ def same(self, x):
     return x + self.conv1(F.relu(self.conv0(F.relu(x))))
 
 
-def draw(self, x):
-    return x if random.random() < -1 else same(self, x)
-
-
 def add_in_place(self, x):
     x += self.conv1(F.relu(self.conv0(F.relu(x))))
     return x
-
-
-def training(self, x):
-    h = self.conv1(F.relu(self.conv0(F.relu(x))))
-    return x + h if self.training else x
-
-
-def data(self, x):
-    if x.sum() > 1e9:
-        return x
-    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
 
 
 def rows(self, x):
@@ -290,10 +260,6 @@ def with_globals(forward, **names):
 class Method(ResidualBlock):
     def relu(self, x):
         return F.relu(x) if random.random() > -1 else x
-
-
-def method(self, x):
-    return x + self.conv1(self.relu(self.conv0(F.relu(x))))
 
 
 def conv(*arguments, **options):
@@ -340,12 +306,18 @@ EDITS = {
         gain=lambda: nn.Parameter(torch.tensor(0.5)),
     ),
     "tuple in": edited(lambda self, x: x[:1] + self.conv1(F.relu(self.conv0(F.relu(x)))) + 0 * x),
-    "stochastic depth": edited(draw),
-    "only while it trains": edited(training),
-    "data-dependent": edited(data),
+    "stochastic depth": edited(
+        lambda self, x: x if random.random() < -1 else x + self.conv1(F.relu(self.conv0(F.relu(x))))
+    ),
+    "only while it trains": edited(
+        lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x)))) if self.training else x
+    ),
+    "data-dependent": edited(lambda self, x: x if x.sum() > 1e9 else x + self.conv1(F.relu(self.conv0(F.relu(x))))),
     "looks at frames": edited(rows),
     "no function": edited(functools.partial(F.silu)),
-    "method named relu": type("Named", (Method,), {"forward": method}),
+    "method named relu": type(
+        "Named", (Method,), {"forward": lambda self, x: x + self.conv1(self.relu(self.conv0(F.relu(x))))}
+    ),
     "keeps features": edited(keep),
     "prints": edited(show),
     "part without gradients": edited(frozen),
@@ -446,40 +418,30 @@ class Modules(Body):
     """With a module for all."""
 
 
-HOOKS = [
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-]
-PLACES = {
-    "0": "block block",
-    "1": "block block",
-    "2.conv0": "pair block",
-    "3.first": "pair block",
-    "3.first.0": "pair block",
-}
-
-
-@pytest.mark.parametrize("register", HOOKS)
-@pytest.mark.parametrize("place", PLACES)
-def test_hooks_fire(place, register, ran):
+@pytest.mark.parametrize(
+    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+@pytest.mark.parametrize(("place", "left"), [
+    ("0", "block block"), ("1", "block block"), ("2.conv0", "pair block"), ("3.first", "pair block"),
+    ("3.first.0", "pair block"),
+])  # fmt: skip
+def test_hooks_fire(place, left, register, ran):
     """Those from before, which keep the kernels away for good, and those from after, until they are removed."""
     calls = []
     plain = network()
-    handle = getattr(plain.get_submodule(place), register)(lambda *_: calls.append("before"))
+    handle = getattr(plain.get_submodule(place), f"register_{register}")(lambda *_: calls.append("before"))
     agent = Agent(plain)
     accelerate(agent, "eager")
     results(plain, images(3, 16))
     assert calls == ["before"]
-    assert kinds(ran) == PLACES[place].split()
+    assert kinds(ran) == left.split()
     handle.remove()
     ran.clear(), calls.clear()
     theirs, ours = made(network)
-    handle = getattr(ours.get_submodule(place), register)(lambda *_: calls.append("after"))
+    handle = getattr(ours.get_submodule(place), f"register_{register}")(lambda *_: calls.append("after"))
     check_equal(ours, theirs, images(3, 16))
     assert calls == ["after"]
-    assert kinds(ran) == PLACES[place].split()
+    assert kinds(ran) == left.split()
     handle.remove()
     ran.clear()
     check_equal(ours, theirs, images(3, 16))
@@ -600,7 +562,7 @@ def test_the_note_names_what_has_no_kernel(ran, capsys):
 
 @pytest.mark.parametrize("kind", ["as it is", "no convolutions", "compiled", "no compiler", "not on a CPU"])
 def test_no_note(kind, ran, monkeypatch, capsys):
-    agent = Agent(ImpalaCNN() if kind == "as it is" else EDITS["GELU"]())
+    agent = Agent(impala_cnn() if kind == "as it is" else EDITS["GELU"]())
     if kind == "no convolutions":
         agent = Agent(nn.Linear(3, 3), nn.Tanh())
     if kind == "no compiler":
@@ -616,12 +578,9 @@ def test_no_note(kind, ran, monkeypatch, capsys):
 def test_modes(mode, monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((self, options)))
-    agent = Agent(ImpalaCNN()).to("meta")
-    agent.value_encoder, agent.mlp_encoder, agent.other = (
-        ImpalaCNN().to("meta"),
-        nn.Linear(1, 1),
-        ImpalaCNN().to("meta"),
-    )
+    agent = Agent(impala_cnn()).to("meta")
+    agent.value_encoder, agent.mlp_encoder = impala_cnn().to("meta"), nn.Linear(1, 1)
+    agent.other = impala_cnn().to("meta")
     classes = [type(layer) for layer in agent.modules()]
     accelerate(agent, mode)
     assert [type(layer) for layer in agent.modules()] == classes  # no kernels there
@@ -634,7 +593,7 @@ def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):
     def fail(graph, inputs):
         raise RuntimeError("no such backend")
 
-    theirs, _ = made(ImpalaCNN)
+    theirs, _ = made(impala_cnn)
     agent = Agent(copy.deepcopy(theirs))
     compile = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile(self, **options | {"backend": fail}))

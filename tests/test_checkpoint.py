@@ -1,8 +1,7 @@
 """A run that dies and is resumed is the same run; and what happens to checkpoints when things go wrong."""
 
 import contextlib
-import csv
-import dataclasses
+import functools
 import gc
 import hashlib
 import io
@@ -14,6 +13,7 @@ import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CountEnv, SpoiltEnv
-from helpers import deterministic_files, parameters
+from helpers import ALL, SCRIPTS, deterministic_files, parameters, read_csv, small_args
 from tensorboard.summary.writer.record_writer import RecordWriter
 from test_run import flags, read_scalars
 
@@ -48,26 +48,15 @@ from common.settings import parse
 ROOT = Path(__file__).parent.parent
 AUTO = resolve_precision("auto", "cpu")
 OTHER = "fp32" if AUTO == "bf16" else "bf16"
-SCRIPTS = [ppo, ppg, impala]
-ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 IMPALA_CNN = ppo.ImpalaCNN
 
 
 def make_args(script, runs_dir, **settings):
     """12 iterations of 4 environments x 8 steps, that PPG makes in phases of 5; a checkpoint after each."""
-    small = {"num_envs": 4, "num_steps": 8, "total_timesteps": 12 * 32, "num_minibatches": 2, "anneal_lr": True}
-    if script is ppg:
-        small |= {"n_pi": 5, "e_aux": 2}
-    if script is impala:  # 2 of 4 environments in a batch: every other update, unrolls wait for their turn
-        small |= {"batch_size": 2, "num_actors": 0, "log_interval": 48}
-    small |= {
-        "env_id": "CartPole-v1",
-        "device": "cpu",
-        "runs_dir": str(runs_dir),
-        "checkpoint_interval": 0.0,
-        "seed": 4,
-    }
-    return script.Args(**small | settings)
+    sizes = {"num_steps": 8, "total_timesteps": 12 * 32, "n_pi": 5, "e_aux": 2}
+    sizes |= {"batch_size": 2, "log_interval": 48}  # every other update of IMPALA, unrolls wait for their turn
+    same = {"anneal_lr": True, "checkpoint_interval": 0.0, "seed": 4}
+    return small_args(script, runs_dir, sizes, **same | settings)
 
 
 GAMES = {"env_id": "bossfight,fruitbot", "feature_dim": 16}  # only Procgen is put back where it was
@@ -106,6 +95,11 @@ def interrupted(script, calls, runs_dir, monkeypatch, name="update", **settings)
     return path
 
 
+def files_of(path):
+    """What is in all files of a folder."""
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
 def same(a, b):
     """Whether two nested values are equal."""
     if isinstance(a, torch.Tensor):
@@ -119,17 +113,15 @@ def same(a, b):
 
 def what_a_run_leaves(path):
     """Parameters, TensorBoard's scalars and the CSVs, but for what a clock says."""
-    scalars = {tag: points for tag, points in read_scalars(path).items() if tag != "charts/SPS"}
-    return parameters(path), scalars, deterministic_files(path)
+    scalars = read_scalars(path)
+    scalars["charts/SPS"] = [step for step, _ in scalars["charts/SPS"]]
+    return {"parameters": parameters(path), "scalars": scalars, "files": deterministic_files(path)}
 
 
 def check_same_run(path, undisturbed):
-    for mine, theirs in zip(what_a_run_leaves(path), what_a_run_leaves(undisturbed), strict=True):
-        assert mine.keys() == theirs.keys() if isinstance(mine, dict) else len(mine) == len(theirs)
-        assert same(mine, theirs)
-    assert [step for step, _ in read_scalars(path)["charts/SPS"]] == [
-        step for step, _ in read_scalars(undisturbed)["charts/SPS"]
-    ]
+    mine, theirs = what_a_run_leaves(path), what_a_run_leaves(undisturbed)
+    for name in mine:
+        assert same(mine[name], theirs[name]), name
 
 
 class PushEnv(CountEnv):
@@ -170,9 +162,8 @@ def test_a_checkpoint_is_written_after_the_events_that_it_counts(tmp_path, monke
 
     def look(path, content):
         if path.name != "model.pt":
-            seen.append(
-                (content["step"], max(step for step, _ in read_scalars(path.parent.parent).get("charts/SPS", [(0, 0)])))
-            )
+            (*_, (logged, _)) = read_scalars(path.parent.parent)["charts/SPS"]
+            seen.append((content["step"], logged))
         return write_archive(path, content)
 
     monkeypatch.setattr(RecordWriter, "write", slow)
@@ -185,13 +176,10 @@ def test_a_checkpoint_is_written_after_the_events_that_it_counts(tmp_path, monke
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Runs that nothing has disturbed, each made once."""
-    made = {}
 
+    @functools.cache
     def make(script, **settings):
-        key = (script.__name__, *settings.items())
-        if key not in made:
-            made[key] = script.main(game_args(script, tmp_path_factory.mktemp("undisturbed"), **settings))
-        return made[key]
+        return script.main(game_args(script, tmp_path_factory.mktemp("undisturbed"), **settings))
 
     return make
 
@@ -199,13 +187,11 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """Makes runs that were interrupted in their eighth iteration, one of each script."""
-    made = {}
 
+    @functools.cache
     def make(script):
-        if script not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                made[script] = interrupted(script, 8, tmp_path_factory.mktemp("stopped"), patch, **GAMES)
-        return made[script]
+        with pytest.MonkeyPatch.context() as patch:
+            return interrupted(script, 8, tmp_path_factory.mktemp("stopped"), patch, **GAMES)
 
     return make
 
@@ -224,16 +210,17 @@ def run_copy(stopped, tmp_path):
 # -------------------------------------------------------------------------------------------------------- exact resume
 
 
-@ALL
+CASES = [(script, calls, {}) for script in SCRIPTS for calls in (3, 6, 8)]
+CASES += [(script, 8, {"env_id": "TestPush-v0", "eval_interval": 50, "eval_episodes": 5}) for script in SCRIPTS]
+CASES += [(script, 8, {"num_env_groups": 2}) for script in (ppo, ppg)]
+CASES += [
+    (ppo, 5, {"env_id": "leaper", "eval_interval": 100, "eval_episodes": 2, "total_timesteps": 6 * 32}),
+    (impala, 8, {"env_id": "starpilot", "use_lstm": True, "optimizer": "rmsprop"}),  # which has no choice of kernels
+]
+
+
 @pytest.mark.parametrize(
-    ("calls", "settings"),
-    [
-        (3, {}),
-        (6, {}),
-        (8, {}),
-        (8, {"env_id": "TestPush-v0", "eval_interval": 50, "eval_episodes": 5}),
-    ],
-    ids=str,
+    ("script", "calls", "settings"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, tmp_path, monkeypatch):
     """PPG is interrupted in mid-phase, at the start of a phase, and in mid-phase after an auxiliary phase."""
@@ -242,7 +229,7 @@ def test_interrupted_run_is_the_same_run(script, calls, settings, undisturbed, t
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert resume(script, path) == path
     check_same_run(path, undisturbed(script, **settings))
-    assert len(read_scalars(path)["charts/episodic_return"]) > 3
+    assert settings or len(read_scalars(path)["charts/episodic_return"]) > 3
 
 
 def test_interrupted_run_of_the_scripts_own_network_is_the_same_run(undisturbed, tmp_path, monkeypatch):
@@ -252,30 +239,6 @@ def test_interrupted_run_of_the_scripts_own_network_is_the_same_run(undisturbed,
     assert "encoder.layers.0.weight" in parameters(path)
     resume(ppo, path)
     check_same_run(path, undisturbed(ppo, **settings))
-
-
-def test_interrupted_evaluations_of_procgen_are_the_same(undisturbed, tmp_path, monkeypatch):
-    """A new evaluator begins where the first one did."""
-    settings = {"env_id": "leaper", "eval_interval": 100, "eval_episodes": 2, "total_timesteps": 6 * 32}
-    path = interrupted(ppo, 5, tmp_path, monkeypatch, **GAMES | settings)
-    resume(ppo, path)
-    check_same_run(path, undisturbed(ppo, **settings))
-    assert [step for step, _ in read_scalars(path)["eval/episodic_return"]] == [4 * 32, 6 * 32]
-
-
-@pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
-def test_interrupted_groups_are_the_same_run(script, undisturbed, tmp_path, monkeypatch):
-    path = interrupted(script, 8, tmp_path, monkeypatch, **GAMES, num_env_groups=2)
-    resume(script, path)
-    check_same_run(path, undisturbed(script, num_env_groups=2))
-
-
-def test_interrupted_lstm_is_the_same_run(undisturbed, tmp_path, monkeypatch):
-    """With an optimizer that has no choice of kernels."""
-    settings = {"use_lstm": True, "optimizer": "rmsprop", "env_id": "starpilot"}
-    path = interrupted(impala, 8, tmp_path, monkeypatch, **GAMES | settings)
-    resume(impala, path)
-    check_same_run(path, undisturbed(impala, **settings))
 
 
 @pytest.mark.parametrize(("env_id", "kept"), [("starpilot", True), ("CartPole-v1", False)])
@@ -301,7 +264,7 @@ def test_interrupted_auxiliary_phase_is_made_again(undisturbed, tmp_path, monkey
 @pytest.mark.parametrize("script", [ppo, impala])
 def test_a_run_made_longer_is_the_longer_run(script, undisturbed, tmp_path):
     path = script.main(game_args(script, tmp_path, total_timesteps=6 * 32 - 10, anneal_lr=False))
-    with pytest.raises(InputError, match=r"it has made \d+ steps: raise --total-timesteps"):
+    with pytest.raises(InputError, match="it has made 192 steps: raise --total-timesteps"):
         resume(script, path)
     resume(script, path, total_timesteps=12 * 32)
     check_same_run(path, undisturbed(script, anneal_lr=False))
@@ -455,15 +418,14 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     step = checkpoint.newest_checkpoint(path)["step"]
     assert 0 < step < total
     resume(impala, path, checkpoint_interval=1e9)
-    with (path / "episodes.csv").open() as file:
-        episodes = [[int(row["step"]), int(row["env"]), int(row["episodic_length"])] for row in csv.DictReader(file)]
-    assert [row[0] for row in episodes] == sorted(row[0] for row in episodes)
+    rows = read_csv(path / "episodes.csv")
+    steps, envs, lengths = np.array([[int(row[key]) for key in ("step", "env", "episodic_length")] for row in rows]).T
+    assert (np.diff(steps) >= 0).all()
     for env in range(4):
-        ends = np.cumsum([length for _, each, length in episodes if each == env])
-        steps = np.array([step for step, each, _ in episodes if each == env])
-        assert steps[-1] > step
+        ends, ended_at = np.cumsum(lengths[envs == env]), steps[envs == env]
+        assert ended_at[-1] > step
         # An environment may be some unrolls ahead of its share of the steps.
-        assert (np.abs(4 * ends - steps) <= 4 * 8 * 12).all()
+        assert (np.abs(4 * ends - ended_at) <= 4 * 8 * 12).all()
     saved = torch.load(checkpoint.checkpoint_files(path)[0], weights_only=True)
     (steps_made,) = {float(state["step"]) for state in saved["parts"]["optimizer"]["state"].values()}
     assert steps_made == 120 * 2  # minibatches
@@ -528,28 +490,6 @@ def test_slurm_example(tmp_path):
 # ------------------------------------------------------------------------------------------------- what may be resumed
 
 
-@ALL
-def test_a_checkpoint_holds_what_it_should(script, run_copy):
-    path = run_copy(script)
-    newest, older = checkpoint.checkpoint_files(path)  # two are kept
-    steps = (96, 64) if script is impala else (224, 192)
-    assert (newest.name, older.name) == tuple(f"{step:012}.pt" for step in steps)
-    assert {file.name for file in newest.parent.iterdir()} == {newest.name, older.name}
-    saved = torch.load(newest, weights_only=True)
-    assert saved.keys() == {"format", "script", "args", "step", "run", "parts", "ranks"}
-    assert (saved["format"], saved["script"]) == (checkpoint.FORMAT, f"{script.__name__}.py")
-    assert saved["parts"].keys() >= {"agent", "optimizer"}
-    (own,) = saved["ranks"]
-    assert own.keys() >= {"random", "reward_normalizer", "progress" if script is impala else "envs"}
-    assert script.Args(**saved["args"]).env_id == GAMES["env_id"]
-    model = torch.load(path / "model.pt", weights_only=True)
-    assert model.keys() == {"format", "script", "args", "step", "agent"}
-    assert all(model[name] == saved[name] for name in ("format", "script", "args", "step"))
-    assert saved["step"] == int(newest.stem)
-    assert same(model["agent"], saved["parts"]["agent"])
-    assert not list(path.rglob("*.tmp"))
-
-
 @pytest.mark.parametrize("number", [1, 3])
 def test_checkpoints_kept(number, tmp_path):
     path = ppo.main(make_args(ppo, tmp_path, keep_checkpoints=number))
@@ -588,11 +528,9 @@ def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     assert meta["command"] == command(script.Args(**settings), f"{script.__name__}.py")
 
 
-@pytest.mark.parametrize("total", [60, 90])
-def test_a_run_cannot_be_made_shorter_than_it_is(total, run_copy):
-    path = run_copy(impala)
-    with pytest.raises(InputError, match=r"it has made 96 steps: raise --total-timesteps"):
-        resume(impala, path, total_timesteps=total)
+def test_a_run_cannot_be_made_shorter_than_it_is(run_copy):
+    with pytest.raises(InputError, match="it has made 96 steps: raise --total-timesteps"):
+        resume(impala, run_copy(impala), total_timesteps=90)
 
 
 @pytest.mark.parametrize(
@@ -609,24 +547,10 @@ def test_a_run_cannot_be_made_shorter_than_it_is(total, run_copy):
 )
 def test_settings_that_must_not_change(changes, word, run_copy):
     path = run_copy(ppo)
-    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    with pytest.raises(InputError) as error:
+    before = files_of(path)
+    with pytest.raises(InputError, match=f"{re.escape(word)}.*--init-from"):
         resume(ppo, path, **changes)
-    assert word in str(error.value)
-    assert "--init-from" in str(error.value)
-    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
-@ALL
-def test_command_line_takes_the_settings_of_the_run(script, run_copy, monkeypatch):
-    path = run_copy(script)
-    settings = json.loads((path / "args.json").read_text())
-    for words in (["--resume", str(path)], [f"--resume={path}", "--seed", "4"]):
-        monkeypatch.setattr(sys, "argv", ["x.py", *words])
-        args = parse(script.Args, default=saved_args(script.Args))
-        assert args == script.Args(**settings | {"resume": str(path)})
-    monkeypatch.setattr(sys, "argv", ["x.py", "--resume", "auto"])
-    assert saved_args(script.Args) == script.Args()
+    assert files_of(path) == before
 
 
 @ALL
@@ -647,17 +571,6 @@ def test_a_run_older_than_some_flags(script, run_copy, monkeypatch):
         resume(script, path)
 
 
-def test_only_the_run_s_own_logs_are_cut(run_copy, undisturbed):
-    path = run_copy(ppo)
-    others = [path / "my_eval.csv", path / "events.out.tfevents.1.host.1.0", path / "notes.tmp"]
-    for file in others:
-        file.write_text("not of this run")
-    resume(ppo, path)
-    assert [file.read_text() for file in others] == ["not of this run"] * 3
-    others[1].unlink()
-    check_same_run(path, undisturbed(ppo))
-
-
 def test_a_log_that_is_gone_is_missed(run_copy, capsys):
     path = run_copy(ppo)
     (path / "episodes.csv").unlink()
@@ -669,8 +582,7 @@ def test_a_log_that_is_gone_is_missed(run_copy, capsys):
 def test_the_command_that_resumes_a_run_works_where_it_was_started(tmp_path, monkeypatch, capsys):
     """It is not printed for a run without a checkpoint."""
     monkeypatch.chdir(tmp_path)
-    path = interrupted(ppo, 3, tmp_path / "runs", monkeypatch)
-    script = os.path.relpath(ppo.__file__, tmp_path)
+    path, script = interrupted(ppo, 3, tmp_path / "runs", monkeypatch), os.path.relpath(ppo.__file__, tmp_path)
     assert capsys.readouterr().err.endswith(f"resume with: python {script} --resume {path}\n")
     interrupted(ppo, 1, tmp_path / "others", monkeypatch)
     assert capsys.readouterr().err.endswith("it has no checkpoint to resume\n")
@@ -679,12 +591,18 @@ def test_the_command_that_resumes_a_run_works_where_it_was_started(tmp_path, mon
 def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed):
     path = run_copy(ppo)
     newest, _ = checkpoint.checkpoint_files(path)
-    backup = shutil.copy(newest, newest.with_name(f"{newest.stem}-backup.pt"))
+    others = [newest.with_name(f"{newest.stem}-backup.pt"), path / "my_eval.csv", path / "notes.tmp"]
+    others.append(path / "events.out.tfevents.1.host.1.0")
+    shutil.copy(newest, others[0])
+    for file in others[1:]:
+        file.write_text("not of this run")
     newest.write_bytes(newest.read_bytes()[:-100])
+    before = files_of(path)
     resume(ppo, path)
-    check_same_run(path, undisturbed(ppo))
-    assert Path(backup).exists()
+    assert [file.read_bytes() for file in others] == [before[file] for file in others]
     assert newest.with_suffix(".damaged").exists()
+    others[-1].unlink()
+    check_same_run(path, undisturbed(ppo))
 
 
 def copied(file, monkeypatch, old="", new=""):
@@ -715,15 +633,14 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     assert hashes == [hashlib.sha256(text.encode()).hexdigest() for text in (first, first, file.read_text())]
 
 
-def test_a_refused_resume_changes_nothing(tmp_path, monkeypatch):
-    """Also where the network alone is another one, which the settings do not show."""
-    path = ppo.main(make_args(ppo, tmp_path / "runs"))
-    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    head = ppo.PolicyHead
+def test_a_network_that_does_not_fit_changes_nothing(run_copy, monkeypatch):
+    """It is another one, which the settings do not show."""
+    path = run_copy(ppo)
+    before, head = files_of(path), ppo.PolicyHead
     monkeypatch.setattr(ppo, "PolicyHead", lambda space, dim, init_fn: torch.nn.Sequential(head(space, dim, init_fn)))
-    with pytest.raises(InputError, match="its checkpoint does not fit this script"):
+    with pytest.raises(InputError, match=f"^--resume {re.escape(str(path))}: its checkpoint does not fit this script"):
         resume(ppo, path, total_timesteps=1000)
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert files_of(path) == before
 
 
 def test_a_run_of_another_script_is_refused(run_copy, tmp_path, monkeypatch):
@@ -765,10 +682,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path, monkeypa
     assert f"passes {path} over" in capsys.readouterr().err
 
 
-def test_two_processes_cannot_share_a_run(run_copy, tmp_path):
-    path = run_copy(ppo)
-    with lock_folder(path), pytest.raises(InputError, match="is in use by another process"):
-        resume(ppo, path)
+def test_two_processes_cannot_share_a_run(tmp_path):
     with start(ppo, game_args(ppo, tmp_path / "new", total_timesteps=10**7), tmp_path / "printed") as process:
         process.wait_for_output()
         (running,) = (tmp_path / "new").iterdir()
@@ -801,7 +715,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     assert f"passes {runs / 'in-use'} over" in capsys.readouterr().err
     check_same_run(path, undisturbed(ppg))
     shutil.rmtree(runs / "older"), shutil.rmtree(runs / "in-use")
-    new = ppg.main(dataclasses.replace(args, resume="auto"))
+    new = ppg.main(args)
     assert new not in (path, runs / "other")
     check_same_run(new, undisturbed(ppg))
 
@@ -813,16 +727,15 @@ def records(data):
     """Where the contents of the records of an archive lie."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for record in archive.infolist():
-            names = data[record.header_offset + 26 : record.header_offset + 30]  # two lengths
-            begin = (
-                record.header_offset + 30 + int.from_bytes(names[:2], "little") + int.from_bytes(names[2:], "little")
-            )
+            header = data[record.header_offset : record.header_offset + 30]  # ends with two lengths
+            begin = record.header_offset + 30 + sum(struct.unpack("<HH", header[-4:]))
             yield range(begin, begin + record.file_size)
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbed, capsys):
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
     """A flipped bit may only pass where it has no meaning, as between the records of the archive."""
     path = run_copy(ppo)
+    capsys.readouterr()  # what the run has printed, if this test is the first to ask for it
     newest, older = checkpoint.checkpoint_files(path)
     data, good, rng = newest.read_bytes(), checkpoint.newest_checkpoint(path), random.Random(0)
     edges = [0, 1, 4, 100, len(data) // 2, len(data) - 1, len(data) - 22, len(data) - 100]
@@ -846,9 +759,6 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbe
             )
         else:
             assert same(found, good)
-    newest.write_bytes(cases[30][0])
-    resume(ppo, path)
-    check_same_run(path, undisturbed(ppo))
 
 
 class Bomb:
@@ -888,17 +798,6 @@ def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monke
     assert not (path / "exploded").exists()
 
 
-@ALL
-def test_parts_of_another_shape_are_refused(script, run_copy):
-    path = run_copy(script)
-    for file in checkpoint.checkpoint_files(path):
-        content = torch.load(file, weights_only=True)
-        content["parts"]["agent"]["value_head.weight"] = torch.zeros(1, 3)
-        checkpoint.write_archive(file, content)
-    with pytest.raises(InputError, match=f"^--resume {re.escape(str(path))}: its checkpoint does not fit this script"):
-        resume(script, path)
-
-
 # --------------------------------------------------------------------------------------------------------- new weights
 
 
@@ -916,20 +815,6 @@ def test_init_from_starts_a_new_run_with_old_weights(script, source, run_copy, t
     episodes = [[row for row in deterministic_files(each) if "env" in row] for each in (new, path)]
     assert episodes[0][: len(episodes[1])] != episodes[1]
     assert json.loads((new / "args.json").read_text())["init_from"] == str(file)
-
-
-def test_init_from_a_damaged_model(run_copy):
-    file = run_copy(ppo) / "model.pt"
-    data, rng = file.read_bytes(), random.Random(0)
-    good = load.read_model(file)
-    places = [*range(0, 300, 6), *(rng.randrange(len(data)) for _ in range(50)), *range(len(data) - 300, len(data), 6)]
-    for place in places:
-        file.write_bytes(data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :])
-        with contextlib.suppress(InputError):
-            assert same(load.read_model(file), good)  # it was in a byte without meaning
-        file.write_bytes(data[:place])
-        with pytest.raises(InputError, match="is damaged"):
-            load.read_model(file)
 
 
 def test_init_from_what_does_not_fit(run_copy, tmp_path):
@@ -1023,34 +908,38 @@ def test_disk_full_for_the_logs(script, small_disk, tmp_path):
 def test_environments_that_give_nan(script, what, value, tmp_path, monkeypatch):
     monkeypatch.setattr(SpoiltEnv, "spoilt", (what, value))
     args = make_args(script, tmp_path, env_id="TestSpoilt-v0", total_timesteps=10**6)
-    with pytest.raises(TrainingError) as error:
+    words = (
+        f"^an? {what} of the environments is NaN or infinite: the run stops; its last good model is .*; resume with: "
+    )
+    with pytest.raises(TrainingError, match=words):
         script.main(args)
     (path,) = tmp_path.iterdir()
-    message = str(error.value)
-    words = (
-        rf"an? {what} of the environments is NaN or infinite: the run stops; its last good model is .*; resume with: "
-    )
-    assert re.match(words, message)
     saved = checkpoint.newest_checkpoint(path)
     assert saved["step"] >= 64
     assert all(parameter.isfinite().all() for parameter in saved["parts"]["agent"].values())
 
 
 @ALL
-def test_nan_leaves_a_checkpoint(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["losses/grad_norm", "agent.policy_head.linear.bias"])
+def test_nan_leaves_a_checkpoint(script, where, tmp_path, monkeypatch):
+    """In a metric, or in a parameter alone: metrics say nothing of the last step that their optimizer made."""
     update, calls = script.update, []
 
     def spoil(agent, *rest):
+        metrics = update(agent, *rest)
         calls.append(None)
-        return update(agent, *rest) | ({"losses/grad_norm": torch.tensor(np.nan)} if len(calls) == 7 else {})
+        if len(calls) == 8 and where in metrics:
+            metrics[where] = torch.tensor(np.nan)
+        elif len(calls) == 8:
+            agent.policy_head.linear.bias.data[0] = np.nan
+        return metrics
 
     monkeypatch.setattr(script, "update", spoil)
-    with pytest.raises(TrainingError, match=r"^losses/grad_norm is nan at step \d+: .* resume with: ") as error:
-        script.main(make_args(script, tmp_path))
+    with pytest.raises(TrainingError, match=rf"^{where} is nan at step \d+: .* last good model .* resume with: "):
+        script.main(make_args(script, tmp_path, checkpoint_interval=1e9))
     (path,) = tmp_path.iterdir()
-    saved = checkpoint.newest_checkpoint(path)
-    assert saved["step"] == (96 if script is impala else 6 * 32)
-    assert "last good model" in str(error.value)
+    assert checkpoint.newest_checkpoint(path)["step"] == (96 if script is impala else 7 * 32)
+    assert all(parameter.isfinite().all() for parameter in parameters(path).values())
 
 
 @ALL
@@ -1098,8 +987,7 @@ def test_environments_go_on_where_they_were(env_id, num_groups):
             assert ("episode" in a[4]) == ("episode" in b[4])
             if "episode" in a[4]:
                 ended += 1
-                assert a[4]["episode"]["r"].tolist() == b[4]["episode"]["r"].tolist()
-                assert a[4]["episode"]["l"].tolist() == b[4]["episode"]["l"].tolist()
+                assert all(a[4]["episode"][key].tolist() == b[4]["episode"][key].tolist() for key in "rl")
     assert ended > 5
     envs.close(), other.close()
 

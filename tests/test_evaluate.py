@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import tyro
 from fast import small_networks
 from helpers import level_seeds
 from PIL import Image
@@ -63,18 +61,6 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     assert "TestCount-v0 IQM: 5.000" in output
 
 
-def test_a_model_alone_or_a_checkpoint_has_the_same_figures(tmp_path):
-    run_dir = train(ppo, tmp_path, "CartPole-v1")
-    (tmp_path / "alone").mkdir()
-    alone = shutil.copy(run_dir / "model.pt", tmp_path / "alone" / "best.pt")
-    (checkpoint,) = run_dir.glob("checkpoints/*.pt")
-    sources = run_dir, Path(alone), checkpoint
-    expected, *found = (evaluate.main(evaluate.Args(each, episodes=4, num_envs=2, device="cpu")) for each in sources)
-    assert expected["CartPole-v1 mean"] > 5
-    for figures in found:
-        np.testing.assert_equal(figures, expected)  # with one that is NaN
-
-
 def test_figures_of_known_returns(tmp_path, monkeypatch):
     run_dir = train(ppo, tmp_path, "coinrun,maze")
     returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
@@ -90,24 +76,19 @@ def test_figures_of_known_returns(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("levels", "expected"), [("train", {4, 5, 6}), ("unseen", None), ("all", None)])
 def test_levels(bossfight, levels, expected, monkeypatch):
-    made = []
+    seeds = []
 
-    def keep(*args, **settings):
-        made.append(make_envs(*args, **settings))
-        return made[-1]
+    def play(held_out, *args):
+        seeds.extend(level_seeds(held_out.envs))
+        return np.zeros((2, 32, 1))
 
-    monkeypatch.setattr(evaluate, "make_envs", keep)
-    monkeypatch.setattr(HeldOut, "play", lambda *args: np.zeros((2, 32, 1)))
-    monkeypatch.setattr("common.envs.ProcgenVectorEnv.close_extras", lambda *args, **rest: None)
+    monkeypatch.setattr(HeldOut, "play", play)
     evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu"))
-    seeds = level_seeds(made[-1])
     if expected:
         assert set(seeds) == expected
     else:
         assert len(set(seeds)) == 32
         assert min(seeds) >= (7 if levels == "unseen" else 0)
-    for envs in made:
-        envs.unwrapped.gym3_env.close()
 
 
 def test_level_ranges():
@@ -203,23 +184,6 @@ def test_a_grid_of_several_games(tmp_path):
         evaluate.main(args)
 
 
-def test_bad_run_folders(bossfight, tmp_path):
-    with pytest.raises(InputError, match=r"model\.pt cannot be read"):
-        evaluate.main(evaluate.Args(tmp_path))
-    copy = tmp_path / "copy"
-    shutil.copytree(bossfight, copy)
-    saved = torch.load(copy / "model.pt", weights_only=True)
-    torch.save(saved | {"agent": {"x": torch.zeros(1)}}, copy / "model.pt")
-    with pytest.raises(InputError, match=r"is of another ppo\.py .*: use its commit"):
-        evaluate.main(evaluate.Args(copy))
-    torch.save(saved | {"args": saved["args"] | {"old_flag": 1}}, copy / "model.pt")
-    with pytest.raises(InputError, match="old_flag"):
-        evaluate.main(evaluate.Args(copy))
-    (copy / "model.pt").write_bytes(b"nonsense")
-    with pytest.raises(InputError, match=r"model\.pt is damaged"):
-        evaluate.main(evaluate.Args(copy))
-
-
 def test_readmes_code_lets_agents_act(bossfight, tmp_path):
     """Of each script; and no step keeps the graph of the one before. IMPALA's block follows README's."""
     texts = ((ROOT / path).read_text() for path in ("README.md", "common/README.md"))
@@ -240,8 +204,6 @@ def test_readmes_code_lets_agents_act(bossfight, tmp_path):
 
 def test_from_the_command_line(bossfight):
     words = [str(bossfight), "--levels", "train", "--video-grid", "2", "1", "--video", "x.avi"]
-    args = tyro.cli(evaluate.Args, args=words)
-    assert (args.run_dir, args.levels, args.video_grid, args.video) == (bossfight, "train", (2, 1), Path("x.avi"))
     command = [sys.executable, "benchmarks/evaluate.py", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr

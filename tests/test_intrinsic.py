@@ -1,6 +1,5 @@
 """Intrinsic rewards: what they are, what is learnt from them, and how they join the task's."""
 
-import copy
 import math
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from fast import small_networks
 from gymnasium.wrappers import TransformReward
 from helpers import parameters
 from test_checkpoint import GAMES, check_same_run, interrupted, make_args, resume
+from test_losses import ACTION_SPACES, VECTOR
 
 import impala
 import ppg
@@ -22,20 +22,14 @@ from common.errors import InputError, TrainingError
 from common.load import load_weights
 from common.reward_scale import RewardNormalizer
 
-VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 TINY = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)  # MiniGrid's view
-ACTIONS = {
-    "discrete": gym.spaces.Discrete(4),
-    "bits": gym.spaces.MultiBinary(4),
-    "box": gym.spaces.Box(-1, 1, (2,), np.float32),
-}
 T, N = 6, 4
 BOTH = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
 KINDS = pytest.mark.parametrize("kind", ["rnd", "icm"])
 
 
-def random_rollout(space=VECTOR, action_space=ACTIONS["discrete"], script=ppo):
+def random_rollout(space=VECTOR, action_space=ACTION_SPACES["discrete"], script=ppo):
     """A rollout and the observations after it."""
     rollout = script.new_rollout(T, N, space, action_space, torch.device("cpu"))
     frames = space.dtype == np.uint8
@@ -48,7 +42,7 @@ def random_rollout(space=VECTOR, action_space=ACTIONS["discrete"], script=ppo):
     ), obs[-1].to(rollout.obs.dtype)  # fmt: skip
 
 
-def envs_of(space=VECTOR, action_space=ACTIONS["discrete"]):
+def envs_of(space=VECTOR, action_space=ACTION_SPACES["discrete"]):
     return SimpleNamespace(single_observation_space=space, single_action_space=action_space)
 
 
@@ -113,11 +107,11 @@ def test_rnd_rewards_what_it_cannot_predict_and_learns_to():
     assert all(map(torch.equal, target, model.target.parameters()))
 
 
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("name", ACTION_SPACES)
 def test_icm(name):
     """Rewards and losses by hand; only actions within an episode count."""
     torch.manual_seed(0)
-    space = ACTIONS[name]
+    space = ACTION_SPACES[name]
     model = intrinsic.ICM(envs_of(VECTOR, space))
     obs, next_obs = torch.randn(2, 8, 3)
     space.seed(0)
@@ -134,7 +128,7 @@ def test_icm(name):
     told = model.inverse_model(torch.cat([now, then], 1))
     if name == "discrete":
         inverse = -told.log_softmax(1)[torch.arange(8), actions]
-    elif name == "bits":
+    elif name == "multibinary":
         inverse = -(actions * F.logsigmoid(told) + (1 - actions) * F.logsigmoid(-told)).sum(1)
     else:
         inverse = ((told - actions) ** 2).sum(1)
@@ -234,18 +228,6 @@ def test_the_value_function_learns_the_intrinsic_returns():
     assert errors[-1] < 0.1 * errors[0]
 
 
-@KINDS
-def test_the_state_is_all_there_is(kind):
-    rollout, last_obs = random_rollout()
-    one, other = make(kind), make(kind, seed=7)
-    one(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae)
-    other.load_state_dict(copy.deepcopy(one.state_dict()))  # an optimizer would share its tensors
-    for _ in range(2):
-        mine, theirs = (each(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae) for each in (one, other))
-        assert torch.equal(mine[0], theirs[0])
-        assert mine[2] == theirs[2]
-
-
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -263,26 +245,19 @@ def test_without_weight_it_changes_nothing(script, tmp_path):
         assert not all(torch.equal(plain[name], weighted[name]) for name in plain)
 
 
+gym.register("TestOtherRewards-v0", lambda **_: TransformReward(gym.make("CartPole-v1"), lambda r: -7 * r + 1))
+
+
 @BOTH
-def test_pretraining_does_not_see_the_task(script, tmp_path):
+@pytest.mark.parametrize("pretraining", [True, False])
+def test_pretraining_does_not_see_the_task(script, pretraining, tmp_path):
     """Other rewards, the same agent; without --pretraining another one."""
-    gym.register("TestOtherRewards-v0", lambda **_: TransformReward(gym.make("CartPole-v1"), lambda r: -7 * r + 1))
-    try:
-        for pretraining in (True, False):
-            agents = [
-                parameters(
-                    script.main(
-                        make_args(
-                            script, tmp_path / f"{env_id}{pretraining}", env_id=env_id, intrinsic_reward="rnd",
-                            pretraining=pretraining, total_timesteps=96,
-                        )
-                    )
-                )
-                for env_id in ("CartPole-v1", "TestOtherRewards-v0")
-            ]  # fmt: skip
-            assert all(torch.equal(agents[0][name], agents[1][name]) for name in agents[0]) == pretraining
-    finally:
-        del gym.registry["TestOtherRewards-v0"]
+    settings = {"intrinsic_reward": "rnd", "pretraining": pretraining, "total_timesteps": 96}
+    task, other = (
+        parameters(script.main(make_args(script, tmp_path, env_id=env_id, **settings)))
+        for env_id in ("CartPole-v1", "TestOtherRewards-v0")
+    )
+    assert all(torch.equal(task[name], other[name]) for name in task) == pretraining
 
 
 @BOTH

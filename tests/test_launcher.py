@@ -278,28 +278,9 @@ def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):
     assert step >= 3 * 128
 
 
-def wait_for(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def test_a_run_in_use_is_left_alone(tmp_path, in_process):
-    (job,) = launcher.main(make_args(tmp_path))
-    mark_unfinished(job.path)
-    lock = lock_folder(job.path)
-    (job,) = launcher.main(make_args(tmp_path))
-    assert (job.state, job.attempts) == ("elsewhere", 0)
-    lock.close()
-
-
 def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     """Each run is made once: a second launcher passes over what the first has claimed, and this over what that made."""
-    start = launcher.start
-
-    runs = tmp_path / "runs"
+    start, runs = launcher.start, tmp_path / "runs"
 
     def start_beside_another(*args):  # which comes when the first run has been claimed but not begun
         words = words_of(runs, 256, "--devices", "cpu", "--runs-per-device", "1")
@@ -315,14 +296,6 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     assert sorted(seeds) == [1, 2]
 
 
-def test_a_run_that_has_been_made_meanwhile_is_not_claimed(tmp_path, in_process):
-    args = make_args(tmp_path)
-    (job,) = launcher.make_jobs(args)
-    launcher.main(args)
-    assert launcher.claim(job, args.runs_dir, tmp_path / "some.log") is None
-    assert job.state == "done"
-
-
 def test_with_any_precision_a_finished_run_counts(tmp_path, in_process):
     """`auto` is either; an unfinished run in one does not hide a finished one in the other."""
     paths = {}
@@ -334,29 +307,24 @@ def test_with_any_precision_a_finished_run_counts(tmp_path, in_process):
     assert (job.state, job.path) == ("done", paths["bf16"])
 
 
-def test_evaluations_that_are_wanted_count(tmp_path, in_process):
-    """A finished run without them is not that run; one with them will do where none are wanted."""
+@pytest.mark.parametrize("finished", [True, False])
+def test_evaluations_that_are_wanted_count(finished, tmp_path, in_process):
+    """A run without them does not go on with them: those that it has gone past would be missing. One with them will do
+    where none are wanted."""
     evaluated = (*SMALL, "--eval-interval", "128", "--eval-episodes", "4")
     (plain,) = launcher.main(make_args(tmp_path))
+    if not finished:
+        mark_unfinished(plain.path)
     (job,) = launcher.main(make_args(tmp_path, extra=evaluated))
     assert (job.state, job.attempts) == ("done", 1)
     assert job.path != plain.path
+    steps = [line.split(",")[0] for line in (job.path / "eval.csv").read_text().splitlines()[1:]]
+    assert steps == ["128", "128", "256", "256"]
     (job,) = launcher.main(make_args(tmp_path, extra=(*evaluated, "--eval-episodes", "5"), dry_run=True))
     assert job.state == "waiting"
     for extra in (SMALL, evaluated):
         (job,) = launcher.main(make_args(tmp_path, extra=tuple(extra), dry_run=True))
         assert job.state == "done"
-
-
-def test_a_run_that_has_begun_without_evaluations_does_not_go_on_with_them(tmp_path, in_process):
-    """Those that it has gone past would be missing."""
-    (plain,) = launcher.main(make_args(tmp_path))
-    mark_unfinished(plain.path)
-    (job,) = launcher.main(make_args(tmp_path, extra=(*SMALL, "--eval-interval", "128", "--eval-episodes", "4")))
-    assert (job.state, job.attempts) == ("done", 1)
-    assert job.path != plain.path
-    steps = [line.split(",")[0] for line in (job.path / "eval.csv").read_text().splitlines()[1:]]
-    assert steps == ["128", "128", "256", "256"]
 
 
 def test_a_damaged_run_folder_stops_no_matrix(tmp_path, in_process):
@@ -469,6 +437,25 @@ def test_slurm_refuses(tmp_path, monkeypatch):
         launcher.main(make_args(tmp_path, launcher="slurm", devices=("auto",), slurm_partition="nowhere"))
 
 
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def stop_and_requeue(job, runs_dir, number, *flags):
+    """Send the signal of a job's last minutes once its `number` runs are under way; wait until all is done."""
+    wait_for(lambda: len(list(runs_dir.glob("*/progress.csv"))) == number)
+    wait_for(lambda: all(len(path.read_text().splitlines()) > 3 for path in runs_dir.glob("*/progress.csv")))
+    subprocess.run(["scancel", *flags, "--signal=USR1", job], check=True)
+    queue = ["squeue", "-h", "-o", "%i %t"]
+    wait_for(lambda: f"{job} PD" in subprocess.check_output(queue, text=True))
+    time.sleep(5)  # slurmd refuses a job that comes back at once
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
+    wait_for(lambda: not subprocess.check_output(queue, text=True), seconds=300)
+
+
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A cluster of this one machine, with an authentication service of its own."""
@@ -511,7 +498,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         for command in (["munged", "-F", "-f", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
             daemons.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             time.sleep(1)
-        wait_for(lambda: b"idle" in subprocess.run(["sinfo", "-h"], capture_output=True).stdout, daemons[0])
+        wait_for(lambda: b"idle" in subprocess.run(["sinfo", "-h"], capture_output=True).stdout)
         yield
     finally:
         subprocess.run(["scancel", "--user", "root"])
@@ -534,16 +521,7 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     again = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
     assert "2 runs: 2 submitted" in again.stdout
     assert list((runs / "logs").glob("[0-9]*_submission.sh")) == [script]
-    controller = SimpleNamespace(poll=lambda: None)
-    wait_for(lambda: len(list(runs.glob("*/progress.csv"))) == 2, controller)
-    wait_for(lambda: all(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")), controller)
-    job = re.search(r"Slurm job (\d+_0)", result.stdout)[1]
-    subprocess.run(["scancel", "--signal=USR1", job], check=True)
-    queue = ["squeue", "-h", "-o", "%i %t"]
-    wait_for(lambda: f"{job} PD" in subprocess.check_output(queue, text=True), controller)
-    time.sleep(5)  # slurmd refuses a job that comes back at once
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
-    wait_for(lambda: not subprocess.check_output(queue, text=True), controller, seconds=300)
+    stop_and_requeue(re.search(r"Slurm job (\d+_0)", result.stdout)[1], runs, 2)
     metas = [json.loads((path / "meta.json").read_text()) for path in run_folders(runs)]
     assert [bool(meta["finished"]) for meta in metas] == [True, True]
     assert sorted(len(meta["resumed"]) for meta in metas) == [0, 1]
@@ -569,15 +547,8 @@ def test_slurm_example_with_torchrun(slurm, tmp_path):
     (tmp_path / "job.sh").write_text(script)
     submitted = ["sbatch", "--parsable", "--output", str(tmp_path / "job.log"), str(tmp_path / "job.sh")]
     job = subprocess.check_output(submitted, cwd=ROOT, text=True).strip()
-    runs, controller = tmp_path / "runs", SimpleNamespace(poll=lambda: None)
-    wait_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")), controller)
-    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
-    queue = ["squeue", "-h", "-o", "%i %t"]
-    wait_for(lambda: f"{job} PD" in subprocess.check_output(queue, text=True), controller)
-    time.sleep(5)  # slurmd refuses a job that comes back at once
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
-    wait_for(lambda: not subprocess.check_output(queue, text=True), controller, seconds=300)
-    (path,) = run_folders(runs)
+    stop_and_requeue(job, tmp_path / "runs", 1, "--batch")
+    (path,) = run_folders(tmp_path / "runs")
     meta = json.loads((path / "meta.json").read_text())
     assert (bool(meta["finished"]), meta["ranks"], len(meta["resumed"])) == (True, 2, 1), (
         tmp_path / "job.log"

@@ -2,13 +2,12 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import Silent, estimates
+from helpers import estimates
 
 import ppg
 import ppo
@@ -66,73 +65,38 @@ def test_value_loss(script):
     assert script.value_loss(values, old, returns, 0.2).item() == pytest.approx(0.5 * (3.24 + 1 + 0.81) / 3)
 
 
-class Fixed(torch.nn.Module):
-    """An agent whose outputs are the same for all observations; before the phase, its policy was another one."""
-
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self):
-        super().__init__()
-        self.params = torch.nn.Parameter(torch.tensor([0.25, 0.75]).log())
-        self.value, self.aux_value = (torch.nn.Parameter(torch.tensor(value)) for value in (1.0, 4.0))
-
-    def get_policy(self, obs):
-        return torch.tensor([0.5, 0.5]).log().expand(len(obs), 2)
-
-    def get_policy_and_values(self, obs):
-        return self.params.expand(len(obs), 2), self.value.expand(len(obs)), self.aux_value.expand(len(obs))
-
-
-def test_auxiliary_loss():
-    agent, args = Fixed(), ppg.Args(beta_clone=2.0, e_aux=1)
-    phase = SimpleNamespace(obs=torch.zeros(1, 1, 1, 3), returns=torch.full((1, 1, 1), 2.0))
-    optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
-    metrics = ppg.auxiliary_phase(agent, optimizer, phase, args, Silent().show_phase, WORLD)
-    kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)  # old || new
-    assert metrics["losses/aux/real_value_loss"].item() == pytest.approx(0.5)
-    assert metrics["losses/aux/aux_value_loss"].item() == pytest.approx(2.0)
-    assert metrics["losses/aux/kl_loss"].item() == pytest.approx(kl)
-    # a step of 1 against the gradient of value loss + auxiliary value loss + 2 x KL, which is 2 (new - old)
-    assert (agent.value.item(), agent.aux_value.item()) == pytest.approx((1.0 - (1 - 2), 4.0 - (4 - 2)))
-    expected = torch.tensor([0.25, 0.75]).log() - 2 * torch.tensor([0.25 - 0.5, 0.75 - 0.5])
-    torch.testing.assert_close(agent.params.detach(), expected)
-
-
-def test_distributions_against_closed_forms():
-    generator = torch.Generator().manual_seed(0)
-
-    def params(size):
-        return torch.randn(2, 6, size, generator=generator, dtype=torch.float64)
-
-    old, new = params(4)
-    space = ACTION_SPACES["discrete"]
-    p, q = old.softmax(-1), new.softmax(-1)
-    dist, other = ppo.action_dist(space, old), ppo.action_dist(space, new)
-    torch.testing.assert_close(ppg.policy_kl(dist, other), (p * (p / q).log()).sum(-1))
-    torch.testing.assert_close(dist.entropy(), -(p * p.log()).sum(-1))
-    torch.testing.assert_close(dist.log_prob(torch.full((6,), 2)), p[:, 2].log())
-
-    old, new = params(3)
-    space = ACTION_SPACES["multibinary"]
-    p, q = old.sigmoid(), new.sigmoid()
-    dist, other = ppo.action_dist(space, old), ppo.action_dist(space, new)
-    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    torch.testing.assert_close(ppg.policy_kl(dist, other), kl.sum(-1))
-    torch.testing.assert_close(dist.entropy(), -(p * p.log() + (1 - p) * (1 - p).log()).sum(-1))
-    torch.testing.assert_close(
-        dist.log_prob(torch.tensor([1.0, 0, 1]).double().expand(6, 3)),
-        p[:, 0].log() + (1 - p[:, 1]).log() + p[:, 2].log(),
-    )
-
-    old, new = params(4)
-    space = ACTION_SPACES["box"]
+def kl_by_definition(space: gym.Space, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """KL divergence [B] of the distribution with parameters `new` from that with `old`, from closed forms."""
+    if isinstance(space, gym.spaces.Discrete):
+        p, q = old.softmax(-1), new.softmax(-1)
+        return (p * (p / q).log()).sum(-1)
+    if isinstance(space, gym.spaces.MultiBinary):
+        p, q = old.sigmoid(), new.sigmoid()
+        return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1)
     (m0, s0), (m1, s1) = ((x[:, :2], x[:, 2:].exp()) for x in (old, new))
-    dist, other = ppo.action_dist(space, old), ppo.action_dist(space, new)
-    kl = (s1 / s0).log() + (s0**2 + (m0 - m1) ** 2) / (2 * s1**2) - 0.5
-    torch.testing.assert_close(ppg.policy_kl(dist, other), kl.sum(-1))
-    torch.testing.assert_close(dist.entropy(), (s0.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1))
-    log_prob = -0.5 * (m0 / s0) ** 2 - s0.log() - 0.5 * math.log(2 * math.pi)
-    torch.testing.assert_close(dist.log_prob(torch.zeros(6, 2).double()), log_prob.sum(-1))
+    return ((s1 / s0).log() + (s0**2 + (m0 - m1) ** 2) / (2 * s1**2) - 0.5).sum(-1)
+
+
+@SPACES
+def test_distributions_against_closed_forms(space):
+    generator = torch.Generator().manual_seed(0)
+    size = 3 if isinstance(space, gym.spaces.MultiBinary) else 4
+    old, new = torch.randn(2, 6, size, generator=generator, dtype=torch.float64)
+    dist = ppo.action_dist(space, old)
+    torch.testing.assert_close(ppg.policy_kl(dist, ppo.action_dist(space, new)), kl_by_definition(space, old, new))
+    if isinstance(space, gym.spaces.Discrete):
+        action, p = torch.full((6,), 2), old.softmax(-1)
+        entropy, logprob = -(p * p.log()).sum(-1), p[:, 2].log()
+    elif isinstance(space, gym.spaces.MultiBinary):
+        action, p = torch.tensor([1.0, 0, 1]).double().expand(6, 3), old.sigmoid()
+        entropy = -(p * p.log() + (1 - p) * (1 - p).log()).sum(-1)
+        logprob = p[:, 0].log() + (1 - p[:, 1]).log() + p[:, 2].log()
+    else:
+        action, mean, std = torch.zeros(6, 2).double(), old[:, :2], old[:, 2:].exp()
+        entropy = (std.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        logprob = (-0.5 * (mean / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
+    torch.testing.assert_close(dist.entropy(), entropy)
+    torch.testing.assert_close(dist.log_prob(action), logprob)
 
 
 def test_the_kl_of_categories_is_pytorchs():
@@ -287,52 +251,6 @@ def test_the_change_of_values_is_clipped(script, settings, space):
             run_update(script, agent, rollout, torch.zeros(8, 4), values + target, args, optimizer)
             change = agent.value_head.bias.item() - before
             assert (change * target > 0) if moves or clip_coef_vf is None else change == 0
-
-
-@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
-def test_advantages_are_normalised_over_the_minibatch_or_the_batch(script, monkeypatch):
-    seen = []
-
-    def spy(logprobs, old_logprobs, advantages, *rest):
-        seen.append(advantages)
-        return policy_loss(logprobs, old_logprobs, advantages, *rest)
-
-    policy_loss = script.policy_loss
-    monkeypatch.setattr(script, "policy_loss", spy)
-    space = ACTION_SPACES["discrete"]
-    for norm_adv in ("minibatch", "batch", "none"):
-        args = make_args(script, num_minibatches=2, norm_adv=norm_adv)
-        agent = make_agent(script, space, args)
-        advantages = 5 + 2 * torch.randn(8, 4)
-        seen.clear()
-        rollout = random_rollout(script, space, agent, 8, 4)
-        optimizer = torch.optim.Adam(agent.parameters())
-        run_update(script, agent, rollout, *estimates(rollout, advantages), args, optimizer)
-        first, epoch = seen[0], torch.cat(seen[:2])
-        assert len(first) == 16
-        if norm_adv == "minibatch":
-            assert (first.mean().item(), first.std().item()) == pytest.approx((0, 1), abs=1e-5)
-        elif norm_adv == "batch":
-            assert (epoch.mean().item(), epoch.std().item()) == pytest.approx((0, 1), abs=1e-5)
-            assert abs(first.mean().item()) > 1e-3
-        else:
-            assert sorted(epoch.tolist()) == sorted(advantages.flatten().tolist())
-
-
-def test_ppo_visits_every_step_once_an_epoch(monkeypatch):
-    space = ACTION_SPACES["discrete"]
-    args = make_args(ppo, num_minibatches=4, update_epochs=3)
-    agent = make_agent(ppo, space, args)
-    rollout = random_rollout(ppo, space, agent, 8, 4)
-    seen = []
-    forward = agent.get_action_and_value
-    monkeypatch.setattr(agent, "get_action_and_value", lambda obs, action: seen.append(obs) or forward(obs, action))
-    optimizer = torch.optim.Adam(agent.parameters())
-    run_update(ppo, agent, rollout, *estimates(rollout, torch.randn(8, 4)), args, optimizer)
-    everything = sorted(rollout.obs.flatten(0, 1).tolist())
-    for epoch in range(3):
-        assert sorted(torch.cat(seen[4 * epoch : 4 * epoch + 4]).tolist()) == everything
-    assert len(seen) == 12
 
 
 def test_gradients_are_clipped_to_their_norm():
