@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 import torch
 from fast import small_networks
-from helpers import Silent, deterministic_files, level_seeds, parameters
+from helpers import PPO_AND_PPG, Silent, deterministic_files, level_seeds, parameters
 from test_envs import read_video
 
-import ppg
 import ppo
 from common.envs import make_envs
 from common.errors import InputError
 from common.reward_scale import RewardNormalizer
-
-SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
 
 
 @pytest.mark.parametrize(("env_id", "num_actions"), [("starpilot", 15), ("CartPole-v1", 2)])
@@ -53,7 +50,7 @@ def collect(script, envs, obs, num_steps, agent):
     return rollout, last_obs, run.finished
 
 
-@SCRIPTS
+@PPO_AND_PPG
 @pytest.mark.parametrize(("env_id", "num_actions"), [("bossfight", 15), ("CartPole-v1", 2), ("TestCount-v0", 2)])
 def test_two_groups_see_what_one_does(script, env_id, num_actions):
     """From the same starts, 6 environments give the same rollout, episodes and last frames in 1, 2 or 3 groups."""
@@ -80,7 +77,7 @@ def test_two_groups_see_what_one_does(script, env_id, num_actions):
         envs.close()
 
 
-@SCRIPTS
+@PPO_AND_PPG
 def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkeypatch):
     envs, agent = make_envs("starpilot", 4, seed=0, num_groups=2), Oracle(15)
     for (group, _), name in zip(envs.groups, "AB", strict=True):
@@ -94,7 +91,7 @@ def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkey
     assert agent.diary == [*first, *turn_a, *turn_b, "wait A", *turn_a, "wait B", *turn_b, "wait A", "wait B"]
 
 
-@SCRIPTS
+@PPO_AND_PPG
 def test_runs_with_groups_repeat(script, tmp_path):
     def run(name, **settings):
         small = {"num_envs": 4, "num_steps": 32, "num_minibatches": 2, "total_timesteps": 256, "device": "cpu"}

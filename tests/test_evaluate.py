@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fast import small_networks
-from helpers import level_seeds
+from helpers import ALL, level_seeds
 from PIL import Image
 
 import impala
@@ -46,7 +46,7 @@ def bossfight(tmp_path_factory):
     return train(ppo, tmp_path_factory.mktemp("runs"), "bossfight", num_levels=3, start_level=4)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
+@ALL
 def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     """TestCount pays 1 a step and lasts 5."""
     run_dir = train(script, tmp_path, "TestCount-v0", **({"use_lstm": True} if script is impala else {}))

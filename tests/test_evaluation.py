@@ -8,21 +8,19 @@ import numpy as np
 import pytest
 import torch
 from fast import small_networks
-from helpers import deterministic_files, level_seeds, parameters
+from helpers import ALL, deterministic_files, level_seeds, parameters, read_csv
 from test_bad_input import check_rejected
 from test_checkpoint import make_args
-from test_run import read_csv, read_scalars
+from test_run import read_scalars
 from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
 
 import impala
-import ppg
 import ppo
 from common.envs import make_envs
 from common.evaluation import Evaluator, HeldOut, draw
 from common.procgen_env import PROCGEN_GAMES
 from common.scores import RETURN_RANGES, normalized
 
-ALL = pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
 CPU = torch.device("cpu")
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers import PPO_AND_PPG
 
-import ppg
 import ppo
 
 pytestmark = pytest.mark.quick
@@ -45,7 +45,7 @@ def gae_by_definition(rollout, last_value, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@PPO_AND_PPG
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_gae_is_the_weighted_mean_of_k_step_advantages(script, gae_lambda, seed):

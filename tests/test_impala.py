@@ -17,9 +17,9 @@ import pytest
 import torch
 from conftest import CountEnv
 from fast import Fork, run_script, small_networks
-from helpers import deterministic_files, evaluate, level_seeds, parameters
+from helpers import deterministic_files, evaluate, level_seeds, parameters, read_csv
 from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, make_agent
-from test_run import read_csv, read_scalars
+from test_run import read_scalars
 
 import common.session
 import impala

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from fast import small_networks
 from gymnasium.wrappers import TransformReward
-from helpers import parameters
+from helpers import ALL, PPO_AND_PPG, parameters
 from test_checkpoint import GAMES, check_same_run, interrupted, make_args, resume
 from test_losses import ACTION_SPACES, VECTOR
 
@@ -25,7 +25,6 @@ from common.reward_scale import RewardNormalizer
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 TINY = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)  # MiniGrid's view
 T, N = 6, 4
-BOTH = pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
 KINDS = pytest.mark.parametrize("kind", ["rnd", "icm"])
 
 
@@ -164,7 +163,7 @@ def test_rewards_are_of_each_step_and_go_on_across_episodes(kind, space):
 
 
 @KINDS
-@BOTH
+@PPO_AND_PPG
 def test_advantages_are_joined(kind, script):
     """A_E + coef A_I for the policy; the values' targets are of the task alone. In pretraining both are of A_I. The
     intrinsic values' targets are the intrinsic returns."""
@@ -231,7 +230,7 @@ def test_the_value_function_learns_the_intrinsic_returns():
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
-@BOTH
+@PPO_AND_PPG
 def test_without_weight_it_changes_nothing(script, tmp_path):
     """The agent draws the same numbers with and without it."""
 
@@ -248,7 +247,7 @@ def test_without_weight_it_changes_nothing(script, tmp_path):
 gym.register("TestOtherRewards-v0", lambda **_: TransformReward(gym.make("CartPole-v1"), lambda r: -7 * r + 1))
 
 
-@BOTH
+@PPO_AND_PPG
 @pytest.mark.parametrize("pretraining", [True, False])
 def test_pretraining_does_not_see_the_task(script, pretraining, tmp_path):
     """Other rewards, the same agent; without --pretraining another one."""
@@ -260,7 +259,7 @@ def test_pretraining_does_not_see_the_task(script, pretraining, tmp_path):
     assert all(torch.equal(task[name], other[name]) for name in task) == pretraining
 
 
-@BOTH
+@PPO_AND_PPG
 @KINDS
 def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
     settings = GAMES | {"intrinsic_reward": kind, "num_steps": 4, "total_timesteps": 96}
@@ -271,7 +270,7 @@ def test_interrupted_run_is_the_same_run(script, kind, tmp_path, monkeypatch):
     check_same_run(path, whole)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg, impala], ids=lambda script: script.__name__)
+@ALL
 def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path, capfd):
     settings = {"learning_rate": 1e-2, "total_timesteps": 64}
     if script is not impala:
@@ -313,7 +312,7 @@ def test_broken_intrinsic_networks_are_not_saved(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
-@BOTH
+@PPO_AND_PPG
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

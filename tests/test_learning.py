@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import Silent, estimates
+from helpers import ALL, PPO_AND_PPG, Silent, estimates
 from torch.nn.utils import parameters_to_vector
 
 import impala
@@ -126,7 +126,7 @@ def test_layout_and_kernels_change_nothing(script, settings, monkeypatch):
     assert fast_metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg, impala], ids=["ppo", "ppg", "impala"])
+@ALL
 def test_bf16_has_nearly_the_gradient_of_float32(script):
     torch.manual_seed(0)
     obs, gradients = torch.randint(0, 256, (64, *SMALL.shape), dtype=torch.uint8), []
@@ -143,7 +143,7 @@ def test_bf16_has_nearly_the_gradient_of_float32(script):
     assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.999
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@PPO_AND_PPG
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_behaviour_and_training_passes_agree(script, precision):
     """The policy ratio before the first gradient step; acting sees N frames at once, training minibatches in pieces."""

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import estimates
+from helpers import PPO_AND_PPG, estimates
 
 import ppg
 import ppo
@@ -56,7 +56,7 @@ def test_policy_loss_with_kl_penalty():
     assert loss.item() == pytest.approx(-(1.5 - 0.5) / 2 + penalty, abs=1e-6)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@PPO_AND_PPG
 def test_value_loss(script):
     values, old, returns = torch.tensor([1.0, 1.0, 0.1]), torch.tensor([0.0, 0.0, 0.0]), torch.tensor([2.0, 0.0, 1.0])
     # plain: half the mean of 1, 1 and .81

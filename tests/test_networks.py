@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from helpers import ALL, PPO_AND_PPG
 
 import impala
 import ppg
@@ -16,7 +17,6 @@ import ppo
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
-SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg, impala], ids=["ppo", "ppg", "impala"])
 COMMON = Path(__file__).parent.parent / "common"
 
 
@@ -79,12 +79,12 @@ def test_imports_are_found():
     ]  # fmt: skip
 
 
-@SCRIPTS
+@ALL
 def test_a_script_imports_few_names(script):
     assert len(imports_from_common(inspect.getsource(script))) <= 14
 
 
-@SCRIPTS
+@ALL
 def test_a_script_holds_its_network(script):
     """Layers, distributions, losses and optimizers are PyTorch's or the script's own."""
     imported = [vars(script)[name] for _, name in imports_from_common(inspect.getsource(script))]
@@ -130,7 +130,7 @@ def test_impala_cnn_has_the_published_size():
     assert sum(p.numel() for p in ppo.ImpalaCNN((64, 64, 3), 256, "normed").parameters()) == expected == 622_144
 
 
-@SCRIPTS
+@ALL
 @pytest.mark.parametrize(("shape", "first"), [((4, 33, 47), True), ((33, 47, 4), False), ((12, 40, 24), True)])
 def test_stacks_of_frames_come_with_their_channels_first_or_last(script, shape, first):
     """Of any size. FrameStackObservation puts the frames into a new first dimension. The channels are the fewer."""
@@ -169,7 +169,7 @@ def test_orthogonal_and_xavier_init():
     assert 0.9 * bound < weight.abs().max() <= bound
 
 
-@SCRIPTS
+@ALL
 def test_identity_and_xavier_normal_init(script):
     """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs), biases too."""
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_identity_and_xavier_normal_init(script):
     assert agent.policy_head.linear.weight.std().item() == pytest.approx(0.01 * math.sqrt(2 / (256 + 15)), rel=0.1)
 
 
-@SCRIPTS
+@ALL
 def test_widths(script):
     args = script.Args(feature_dim=24, hidden_dim=40)
     vectors = script.Agent(gym.spaces.Box(-1, 1, (7,), np.float32), gym.spaces.Discrete(3), args)
@@ -197,7 +197,7 @@ def test_widths(script):
     assert frames.encoder(torch.zeros(2, 64, 64, 3, dtype=torch.uint8)).shape == (2, 24)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@PPO_AND_PPG
 def test_bf16_is_close_and_leaves_the_heads_in_float32(script):
     agents = []
     for precision in ("fp32", "bf16"):
@@ -210,7 +210,7 @@ def test_bf16_is_close_and_leaves_the_heads_in_float32(script):
     torch.testing.assert_close(exact, rounded, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=["ppo", "ppg"])
+@PPO_AND_PPG
 def test_box_actions_are_not_clipped_by_the_agent(script):
     space = gym.spaces.Box(-0.01, 0.01, (2,), np.float32)
     agent = script.Agent(gym.spaces.Box(-1, 1, (3,), np.float32), space, script.Args())

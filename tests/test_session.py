@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ALL, small_args
 
 import impala
 import ppg
@@ -22,18 +23,11 @@ from common.provenance import command
 from common.run import Run, require_finite
 from common.settings import parse
 
-SCRIPTS = [ppo, ppg, impala]
-ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-
 
 def make_args(script, runs_dir, **settings):
     """Three iterations of CartPole."""
-    small = {"num_envs": 4, "num_steps": 4, "num_minibatches": 2, "total_timesteps": 48}
-    if script is ppg:
-        small |= {"n_pi": 2, "e_aux": 1}
-    if script is impala:
-        small |= {"batch_size": 4, "num_actors": 0, "log_interval": 16}
-    return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir)} | small | settings)
+    sizes = {"num_steps": 4, "total_timesteps": 48, "n_pi": 2, "log_interval": 16}
+    return small_args(script, runs_dir, sizes, **settings)
 
 
 # -------------------------------------------------------------------------------------------------------- end of a run
