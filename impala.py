@@ -7,19 +7,19 @@
     torchrun --nproc-per-node 4 impala.py --env-id starpilot    # 4 ranks, each a learner with actors of its own
 
 Actor threads play T steps at a time (an unroll), each in environments of its own and with the newest policy that the
-learner has published, and put the unrolls into a bounded queue. The learner takes B unrolls, corrects with V-trace for
-what the policy has learnt since, makes one pass over them, and publishes. Deviations from the paper and from DeepMind's
-scalable_agent; 6 and 7 are those of the default, `--preset appo`:
+learner has published, and put the unrolls into a bounded queue. The learner takes B unrolls, corrects for policy lag
+with V-trace, makes one pass over them, and publishes its policy. Deviations from the paper and from DeepMind's
+scalable_agent; 6 and 7 apply to the default, `--preset appo`, alone:
 
 1. `--total-timesteps` is rounded up to whole batches. Unrolls in the queue when a run ends are dropped.
 2. The logs have every finished episode but those of dropped unrolls. Losses are means over all minibatches.
-3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in PPO's runs.
+3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as in PPO's runs.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. After V-trace comes a pass like PPO's, with neither normalised advantages nor clipped values: many minibatches, and
-   the clipped ratio of the policy to the one that V-trace saw (as in IMPACT, Luo et al. 2020,
-   https://arxiv.org/abs/1912.00167). It takes a random three quarters of the steps: neighbouring frames are much alike.
+6. After V-trace comes a pass like PPO's, without advantage normalisation or value clipping: many minibatches, with the
+   ratio to the policy that V-trace used clipped (as in IMPACT, Luo et al. 2020, https://arxiv.org/abs/1912.00167). It
+   takes a random three quarters of the steps: neighbouring frames are much alike.
 7. The other defaults, too, are nearer to ppo.py's than to the paper's. With them the agent learns far more from a step
    of Procgen than with `--preset paper` (benchmarks/NOTES.md).
 8. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
@@ -133,9 +133,9 @@ class Args(RunArgs):
     max_grad_norm: Positive[float] | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""
     norm_reward: Literal["return", "clip", "soft-asymmetric", "none"] = "return"
-    """as in ppo.py; clip to +-1; squash to 5 tanh(r / 5), times .3 if negative (for DMLab); or leave rewards alone"""
+    """scale as ppo.py does; clip to +-1; squash to 5 tanh(r / 5), times .3 if negative (for DMLab); or none of it"""
     norm_reward_gamma: Fraction | None = 0.99
-    """discount factor of that return; None for gamma"""
+    """discount factor of the return that --norm-reward return scales by; None for gamma"""
     log_interval: Positive[int] = 16_384
     """environment steps between two rows of metrics"""
 

@@ -3,19 +3,19 @@
     python ppg.py --env-id starpilot
     torchrun --nproc-per-node 4 ppg.py --env-id starpilot --preset paper    # as in the paper: 4 x 64 environments
 
-The policy phase is PPO with one pass over each rollout. After `n_pi` of them, an auxiliary phase trains the encoder on
-the value targets of all these rollouts, while a KL divergence holds the policy where it was. `--preset paper` has the
+The policy phase is PPO with one pass over each rollout. After `n_pi` rollouts, an auxiliary phase trains the encoder
+on the value targets of all of them, while a KL penalty holds the policy near where it was. `--preset paper` has the
 settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations from the paper and from CleanRL:
 
 1. `--total-timesteps` is rounded up to whole iterations; a run that ends in mid-phase closes with an auxiliary phase.
    The learning-rate schedule ends where the run ends. `--anneal-lr` lowers the auxiliary optimiser's rate, too.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
-3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in OpenAI's runs.
+3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
-   join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
+6. Advantages are divided by the sample standard deviation (Bessel's correction), as in CleanRL; OpenAI uses the
+   population's. Several ranks pool the moments of advantages and returns exactly; OpenAI averages the variances.
 7. Phases are short: 8 iterations and 3 auxiliary passes, not 32 and 6, since before the first auxiliary phase the value
    head predicts next to nothing (benchmarks/NOTES.md). There is one encoder, as in CleanRL, at half the cost of the
    paper's two. The value head's gradient stops before it in both phases, as in OpenAI's code.
@@ -128,15 +128,15 @@ class Args(RunArgs):
     beta_clone: NotNegative[float] = 1.0
     """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
     num_aux_rollouts: Positive[int] = 4
-    """rollouts of one environment, T steps each, that the auxiliary phase works through at a time"""
+    """rollouts of one environment (T steps each) in a minibatch of the auxiliary phase"""
     num_aux_grad_accum: Positive[int] = 1
-    """groups of so many rollouts in each gradient step of the auxiliary phase"""
+    """minibatches whose gradients the auxiliary phase accumulates before each step"""
 
     # ---- intrinsic rewards
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
     """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
     intrinsic_coef: NotNegative[float] = 0.5
-    """weight of the intrinsic advantages, beside 1 for the task's (normalised: only the ratio counts)"""
+    """weight of the intrinsic advantages; the task's have weight 1"""
     intrinsic_gamma: Fraction = 0.99
     """discount factor of the intrinsic rewards"""
     pretraining: bool = False
@@ -144,7 +144,7 @@ class Args(RunArgs):
 
     # ---- network
     arch: Literal["detach", "dual", "shared"] = "detach"
-    """detach: one encoder, without the value head's gradient; dual: a second one for the value; shared: one for both"""
+    """detach: one encoder, no gradient from the value head; dual: a second encoder for it; shared: one for both"""
     feature_dim: Positive[int] = 256
     """width of the encoder's output"""
     hidden_dim: Positive[int] = 64

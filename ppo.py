@@ -10,14 +10,14 @@ run with OpenAI's baselines. Deviations from those runs and from CleanRL's ppo_p
 
 1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
-3. At a time limit that Gymnasium reports, the return continues with the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits count as deaths, as in OpenAI's runs.
+3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. Advantages are divided by Bessel's standard deviation, as in CleanRL; OpenAI takes the population's. Several ranks
-   join the moments of advantages and of returns exactly; OpenAI averages the ranks' variances.
-7. Each rollout's returns enter the running statistics before its rewards are divided by them. The returns have the
-   discount .99, the default of baselines' VecNormalize that the published runs used; CleanRL uses gamma.
+6. Advantages are divided by the sample standard deviation (Bessel's correction), as in CleanRL; OpenAI uses the
+   population's. Several ranks pool the moments of advantages and returns exactly; OpenAI averages the variances.
+7. The running statistics include a rollout's returns before its rewards are scaled. These returns are discounted by
+   .99, the default of baselines' VecNormalize, as in the published runs; CleanRL uses gamma.
 8. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases; baselines and CleanRL have
    orthogonal heads, CleanRL has PyTorch's default elsewhere. Max-pooling pads both sides; TensorFlow pads one side.
 """
@@ -110,7 +110,7 @@ class Args(RunArgs):
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
     """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
     intrinsic_coef: NotNegative[float] = 0.5
-    """weight of the intrinsic advantages, beside 1 for the task's (normalised: only the ratio counts)"""
+    """weight of the intrinsic advantages; the task's have weight 1"""
     intrinsic_gamma: Fraction = 0.99
     """discount factor of the intrinsic rewards"""
     pretraining: bool = False

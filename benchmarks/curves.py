@@ -4,6 +4,7 @@ import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -73,6 +74,7 @@ class Reference(NamedTuple):
         return [float(np.interp(end, self.steps, run)) for run in self.returns]
 
 
+@cache
 def read_reference(name: str) -> dict[str, Reference]:
     """The published runs in `reference/<name>.csv`, by game."""
     runs = {}

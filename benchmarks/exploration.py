@@ -16,21 +16,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import figures
 from collect import RESULTS, finished_run, write_curve
 from curves import Curve, read, score
+from figures import plt
 from readme import markdown
 
 from common.errors import InputError
+from common.files import ROOT
 from common.signals import one_line_errors
 
-ROOT = Path(__file__).parent.parent
 FOLDER = RESULTS / "exploration"
 STEPS, WINDOW = 300_000, 32_768  # of a run, and at its end those that it counts with
 NOTHING = -200.0  # return of an episode without the top
@@ -107,7 +105,7 @@ def table(curves: dict[str, list[Curve]]) -> str:
 
 def plot(curves: dict[str, list[Curve]], path: Path) -> None:
     """A line a run; those that were pretrained start where pretraining ended."""
-    figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6, 3.2))
     for number, (variant, of_seeds) in enumerate(curves.items()):
         start = STEPS // 2 if variant.startswith("fine") else 0
         for seed, curve in enumerate(of_seeds):
@@ -116,10 +114,8 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
             axis.plot(x, y, color=f"C{number}", label=None if seed else variant, linewidth=1)
     axis.set_xlabel("thousand steps")
     axis.set_ylabel("return")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    axis.legend(fontsize=8)
+    figures.save(figure, path)
 
 
 def main(args: Args) -> None:

@@ -40,6 +40,7 @@ from typing import Literal, NamedTuple
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import readme
 import throughput
 from gpu_parts import Common, measurements, read_rows
 
@@ -159,12 +160,12 @@ def pack(out: Path, folder: Path) -> None:
 
 def shares(rows: list[dict[str, str]]) -> str:
     """Speeds, and shares of the time. IMPALA's actors act and step while its learner learns and waits."""
-    lines = ["| | steps/s | act | env | learn | aux | wait | GB |", "|-|-|-|-|-|-|-|-|"]
+    cells = []
     for row in rows:
         speed, what = float(row["steps_per_second"]), f"{row['algorithm']} {row['configuration']}, {row['value']}"
         parts = [f"{float(row[f'{phase}_us']) * speed / 1e6:.0%}" for phase in (*throughput.PHASES, "wait")]
-        lines.append(f"| {what} | {speed:.0f} | {' | '.join(parts)} | {float(row['peak_gb']):.2f} |")
-    return "\n".join(lines)
+        cells.append([what, f"{speed:.0f}", *parts, f"{float(row['peak_gb']):.2f}"])
+    return "\n".join(readme.markdown(["", "steps/s", *throughput.PHASES, "wait", "GB"], cells))
 
 
 def main(args: Args) -> None:
@@ -182,7 +183,7 @@ def main(args: Args) -> None:
             pack(args.out, args.pack)
     if rows := read_rows(measurements(args)):
         print(shares(rows))
-    ended = done(args)
+    ended = done(dataclasses.replace(args, again=False))
     failed = [part.name for part in parts if ended.get(part.name)]
     left = [part.name for part in parts if part.name not in ended]
     print(f"failed, until a call with --again: {', '.join(failed) or 'nothing'}")

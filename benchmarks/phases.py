@@ -1,4 +1,4 @@
-"""PPG against PPO, phase by phase: at the same steps, at the same hours, and beside the runs of the PPG paper.
+"""PPG against PPO, phase by phase: at the same steps, at the same hours, and beside published runs of both.
 
     python benchmarks/phases.py          # from the curves in results/easy-all; writes phases.md and phases.png there
 
@@ -9,19 +9,20 @@ take on two idle cores without bfloat16. Scores are mean returns of all episodes
 
 import statistics
 import sys
-from functools import cache
 from pathlib import Path
 from statistics import mean
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
+import figures
 import readme
+from curves import read_reference
+from figures import plt
+
+from common.errors import InputError
+from common.signals import one_line_errors
 
 RESULTS = Path(__file__).parent / "results"
 SHORT_PHASE, PHASE, WINDOW = 131_072, 524_288, 131_072  # steps
@@ -31,8 +32,8 @@ PAPER = {  # the paper's runs, and the colours of ours that they belong to
     "PPG, single network, paper": ("ppg_paper_ppg_single_network_hard_all", "C1"),
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
 }
-COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-long": "C2", "ppg-paper": "C4"}  # by folder of the runs
-reference = cache(curves.read_reference)
+PUBLISHED = "PPO, published"  # the runs of train-procgen (easy mode, all levels)
+COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-long": "C2", "ppg-paper": "C4", PUBLISHED: "0.5"}  # by folder of the runs
 
 
 def speeds() -> dict[str, float]:
@@ -46,12 +47,17 @@ def speeds() -> dict[str, float]:
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:
-    """The runs of each game that both PPO and PPG have played: `[game][algorithm]`."""
+    """The runs of each game that PPG has played, and the published ones of PPO: `[game][algorithm]`."""
     games = {}
     for algorithm in COLOURS:
-        for path in sorted(folder.glob(f"{algorithm}/*/seed?.csv")):
+        for path in sorted(folder.glob(f"{algorithm}/*/seed*[0-9].csv")):
             games.setdefault(path.parent.name, {}).setdefault(algorithm, []).append(curves.read(path))
-    return {game: runs for game, runs in games.items() if "ppo" in runs and len(runs) > 1}
+    games = {game: runs for game, runs in sorted(games.items()) if runs.keys() - {"ppo"}}
+    for game, runs in games.items():
+        if published := read_reference("ppo_easy_all").get(game):
+            steps, ones = published.steps.tolist(), [1] * len(published.steps)  # a block counts as one episode
+            runs[PUBLISHED] = [curves.Curve(steps, ones, ones, returns.tolist()) for returns in published.returns]
+    return games
 
 
 def scores(runs: list[curves.Curve], step: float) -> list[float]:
@@ -65,9 +71,9 @@ def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
     def cell(values: list[float]) -> str:
         return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
 
-    speed, paper = speeds(), {name: reference(file) for name, (file, _) in PAPER.items()}
-    algorithms = [algorithm for algorithm in COLOURS if algorithm != "ppo"]
-    columns = ["game", "steps", *map(readme.label, algorithms), "PPO, same steps", "PPO, same hours", *paper]
+    speed, paper = speeds(), {name: read_reference(file) for name, (file, _) in PAPER.items()}
+    algorithms = [each for each in COLOURS if "ppg" in each and any(each in runs for runs in games.values())]
+    columns = ["game", "steps", *map(readme.label, algorithms), "PPO, same steps", "PPO, same hours", PUBLISHED, *paper]
     rows = []
     for game, runs in games.items():
         for phase in range(1, 100):
@@ -75,7 +81,8 @@ def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
             mine = [scores(runs.get(algorithm, []), step) for algorithm in algorithms]
             if not any(mine):
                 break
-            others = scores(runs["ppo"], step), scores(runs["ppo"], step * speed["ppo"] / speed["ppg"])
+            ends = ("ppo", step), ("ppo", step * speed["ppo"] / speed["ppg"]), (PUBLISHED, step)
+            others = [scores(runs.get(algorithm, []), end) for algorithm, end in ends]
             published = [curve[game].scores(phase * PAPER_PHASE) if game in curve else [] for curve in paper.values()]
             rows.append([game, f"{step:,}", *map(cell, (*mine, *others, *published))])
     return readme.markdown(columns, rows)
@@ -84,36 +91,38 @@ def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
 def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
     """A row of three panels a game: against steps with PPG's phases marked, against hours, and the paper's."""
     speed = speeds()
-    drawn, axes = plt.subplots(len(games), 3, figsize=(10, 2.9 * len(games)), layout="constrained", squeeze=False)
+    drawn, axes = plt.subplots(len(games), 3, figsize=(10, 2.9 * len(games)), squeeze=False)
     for (by_step, by_hour, published), (game, runs) in zip(axes, games.items(), strict=True):
+        longest = max(run.steps[-1] for algorithm, its in runs.items() if algorithm != PUBLISHED for run in its)
         for algorithm, its in runs.items():
-            ends = np.arange(WINDOW // 2, max(run.steps[-1] for run in its) + 1, WINDOW // 2)
+            apart = WINDOW if algorithm == PUBLISHED else WINDOW // 2
+            ends = np.arange(apart, min(longest, max(run.steps[-1] for run in its)) + 1, apart)
             values = np.array([mean(scores(its, end)) for end in ends])
             style = {"color": COLOURS[algorithm], "label": f"{readme.label(algorithm)} (n = {len(its)})"}
             by_step.plot(ends / 1e6, values, **style)
             if algorithm in speed:
                 by_hour.plot(ends / speed[algorithm] / 3600, values, **style)
-        longest = max(run.steps[-1] for algorithm, its in runs.items() if algorithm != "ppo" for run in its)
+        longest = max(run.steps[-1] for algorithm, its in runs.items() if "ppg" in algorithm for run in its)
         for length, width in ((SHORT_PHASE, 0.3), (PHASE, 1.0)):
             for step in range(length, longest + 1, length):
                 by_step.axvline(step / 1e6, color="0.8", linewidth=width, zorder=0)
         for name, (file, colour) in PAPER.items():
-            curve = reference(file).get(game)
+            curve = read_reference(file).get(game)
             if curve:
                 shown = curve.steps <= 8 * PAPER_PHASE
                 published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), colour, label=name)
-        for axis, label in ((by_step, "million steps"), (by_hour, "hours"), (published, "phases (paper, hard mode)")):
+        for axis, label in ((by_step, "million steps"), (by_hour, "hours"), (published, "phases of 32 iterations (paper)")):
             axis.set_xlabel(label)
             axis.set_title(game, fontsize=10)
-            axis.legend(frameon=False, fontsize=7)
-            axis.spines[["top", "right"]].set_visible(False)
-    drawn.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(drawn)
+            axis.legend(fontsize=7)
+    figures.save(drawn, path)
 
 
 def main(folder: Path = RESULTS / "easy-all") -> str:
-    """Write table and figure; return the table."""
+    """Write table and figure; return the table. Raises InputError without runs."""
     games = read_runs(folder)
+    if not games:
+        raise InputError(f"{folder} has no runs of PPG.")
     text = "\n".join([*table(games), ""])
     (folder / "phases.md").write_text(text)
     figure(games, folder / "phases.png")
@@ -121,4 +130,5 @@ def main(folder: Path = RESULTS / "easy-all") -> str:
 
 
 if __name__ == "__main__":
-    print(main())
+    with one_line_errors():
+        print(main())

@@ -8,22 +8,25 @@ run counts with the mean return of all episodes that ended in the last 131,072 s
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, variance
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import tyro
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import figures
 import readme
 from collect import RESULTS, finished_run, write_curve
 from curves import Curve, difference, read, score
+from figures import plt
+
+from common.errors import InputError
+from common.signals import one_line_errors
 
 FOLDER = RESULTS / "precision"
-MARKS = {"ppo": 1_015_808, "impala-appo": 1_015_808, "ppg-long": 524_288}  # steps, whole iterations
+MARKS = {"ppo": 1_015_808, "impala-appo": 1_015_808, "ppg": 524_288, "ppg-long": 524_288}  # steps, whole iterations
 WINDOW = 131_072
 COLOURS = {"fp32": "C0", "bf16": "C1"}
 
@@ -47,16 +50,24 @@ def pooled_difference(pairs: list[tuple[list[float], list[float]]]) -> tuple[flo
 
 
 def add(run_dir: Path) -> Path:
-    """Copy a finished run's curve into the folder; return where to."""
+    """Copy a finished run's curve into the folder; return where to. Raises InputError for one that does not belong."""
     args, meta, curve = finished_run(run_dir)
+    if args["exp_name"] not in MARKS:
+        raise InputError(f"{run_dir} is a run of {args['exp_name']}: only {', '.join(MARKS)} have a mark here.")
     target = FOLDER / args["exp_name"] / args["env_id"] / f"{args['precision']}-seed{args['seed']}.csv"
     write_curve(target, curve, meta)
     return target
 
 
-def main(run_dirs: list[str]) -> None:
-    for run_dir in run_dirs:
-        print(add(Path(run_dir)))
+@dataclass
+class Args:
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """folders of finished runs, to add"""
+
+
+def main(args: Args) -> None:
+    for run_dir in args.run_dirs:
+        print(add(run_dir))
     tasks = {}  # (algorithm, game): {precision: {seed: curve}}
     for path in sorted(FOLDER.glob("*/*/*.csv")):
         algorithm, game = path.parts[-3:-1]
@@ -64,8 +75,8 @@ def main(run_dirs: list[str]) -> None:
         task = tasks.setdefault((algorithm, game), {"fp32": {}, "bf16": {}})
         task[precision][int(seed)] = read(path)
 
-    lines = ["| task | steps | fp32, by seed | bf16, by seed | difference | 95 % interval |", "|-|-|-|-|-|-|"]
-    pairs = []
+    columns = ["task", "steps", "fp32, by seed", "bf16, by seed", "difference", "95 % interval"]
+    rows, pairs = [], []
     for (algorithm, game), task in tasks.items():
         mark = MARKS[algorithm]
         scores = {
@@ -78,11 +89,12 @@ def main(run_dirs: list[str]) -> None:
             middle, low, high = difference(scores["bf16"], scores["fp32"])
             result = [f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}"]
             pairs.append((scores["bf16"], scores["fp32"]))
-        lines.append(f"| {readme.label(algorithm)} {game} | {' | '.join([f'{mark:,}', *texts, *result])} |")
+        rows.append([f"{readme.label(algorithm)} {game}", f"{mark:,}", *texts, *result])
     if pairs:
         middle, low, high = pooled_difference(pairs)
-        lines.append(f"| mean of {len(pairs)} tasks, in % of fp32 | | | | {middle:+.1%} | {low:+.1%} to {high:+.1%} |")
-    text = "\n".join(lines) + "\n"
+        summary = [f"mean of {len(pairs)} tasks, in % of fp32", "", "", ""]
+        rows.append([*summary, f"{middle:+.1%}", f"{low:+.1%} to {high:+.1%}"])
+    text = "\n".join([*readme.markdown(columns, rows), ""])
     (FOLDER / "precision.md").write_text(text)
     print(text)
     plot(tasks, FOLDER / "precision.png")
@@ -90,7 +102,7 @@ def main(run_dirs: list[str]) -> None:
 
 def plot(tasks: dict[tuple[str, str], dict[str, dict[int, Curve]]], path: Path) -> None:
     """A panel a task, a line a run."""
-    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 2.8), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 2.8), squeeze=False)
     for axis, ((algorithm, game), task) in zip(axes[0], tasks.items(), strict=True):
         for precision, curves in task.items():
             for number, curve in enumerate(curves.values()):
@@ -100,11 +112,11 @@ def plot(tasks: dict[tuple[str, str], dict[str, dict[int, Curve]]], path: Path) 
                 axis.plot([end / 1e6 for end in blocks], values, color=COLOURS[precision], label=label)
         axis.set_title(f"{readme.label(algorithm)} {game}", fontsize=10)
         axis.set_xlabel("million steps")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("return")
-    axes[0][0].legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    axes[0][0].legend()
+    figures.save(figure, path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(tyro.cli(Args))

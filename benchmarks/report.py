@@ -17,27 +17,25 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 import tyro
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 import curves
 import exploration
+import figures
 import phases
 import precision
 import readme
 import scaling
 import throughput
+from curves import read_reference
+from figures import plt
 
 from common.errors import InputError
 from common.files import read_json
@@ -108,13 +106,25 @@ class Protocol:
         """The published curves by game that an algorithm's are held against, and their name; none is an empty dict."""
         names = PUBLISHED.get(self.name, {})
         file, label = names.get(algorithm, names.get("", ("", "-")))
-        return (reference(file) if file else {}), label
+        return (read_reference(file) if file else {}), label
+
+    def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games.
+
+        No published scores if one of the games lacks them.
+        """
+        published, _ = self.published(algorithm)
+        ours = {game: self.scores(algorithm, game, steps) for game in sorted(self.ranged & self.runs[algorithm].keys())}
+        ours = {game: scores for game, scores in ours.items() if scores}
+        theirs = {game: published[game].scores(steps) if game in published else [] for game in ours}
+        both = [
+            [[normalized(score, game, self.mode) for score in scores] for game, scores in each.items()]
+            for each in (ours, theirs)
+        ]
+        return both[0], both[1] if all(both[1]) else []
 
     def colour(self, algorithm: str) -> str:
         return f"C{[*dict.fromkeys((*readme.LABELS, *self.runs))].index(algorithm) % 10}"
-
-
-reference = cache(curves.read_reference)
 
 
 def read_protocols(results: Path) -> list[Protocol]:
@@ -197,11 +207,6 @@ def summary_table(protocol: Protocol) -> list[str]:
     return readme.markdown(columns, rows)
 
 
-def by_game(protocol: Protocol, scores: dict[str, list[float]]) -> list[list[float]]:
-    """Normalised scores, game by game."""
-    return [[normalized(score, game, protocol.mode) for score in runs] for game, runs in sorted(scores.items())]
-
-
 def interval(values: tuple[float, float, float]) -> str:
     middle, low, high = values
     if math.isnan(middle):
@@ -214,19 +219,15 @@ def aggregate_table(protocol: Protocol) -> list[str]:
     columns = ["runs", "mark", "games x seeds", "mean", "IQM", "published mean", "published IQM"]
     columns += ["P(ours above published)", "difference", "95 % interval over games"]
     rows = []
-    for algorithm, games in protocol.runs.items():
-        published, _ = protocol.published(algorithm)
+    for algorithm in protocol.runs:
         for mark, steps in MARKS.items():
-            ours = {game: protocol.scores(algorithm, game, steps) for game in protocol.ranged & games.keys()}
-            ours = {game: scores for game, scores in ours.items() if scores}
+            ours, others = protocol.normalised(algorithm, steps)
             if len(ours) < 2:
                 continue
-            theirs = {game: published[game].scores(steps) for game in ours if game in published}
-            seeds = min(map(len, ours.values()))  # of a game with more, the first
-            samples = [runs[:seeds] for runs in by_game(protocol, ours)]
+            seeds = min(map(len, ours))  # of a game with more, the first
+            samples = [runs[:seeds] for runs in ours]
             cells, statistics = ["-"] * 5, (curves.mean_over_games, curves.interquartile_mean)
-            if theirs.keys() == ours.keys() and all(theirs.values()):
-                others = by_game(protocol, theirs)
+            if others:
                 cells = [interval(curves.with_interval(statistic, others)) for statistic in statistics]
                 cells.append(interval(curves.with_interval(curves.probability_of_improvement, samples + others)))
                 gaps = [mean(mine) - mean(other) for mine, other in zip(samples, others, strict=True)]
@@ -287,7 +288,7 @@ def gap_table(protocol: Protocol) -> list[str]:
     columns = ["run", "mark", "training levels", "held-out levels", "gap", "95 % interval"]
     columns += ["published: training, held-out", "gap"]
     rows = []
-    test = reference(TEST[protocol.name]) if protocol.name in TEST else {}
+    test = read_reference(TEST[protocol.name]) if protocol.name in TEST else {}
     for algorithm, games in protocol.runs.items():
         train = protocol.published(algorithm)[0]
         for game, runs in sorted(games.items()):
@@ -346,18 +347,16 @@ def commands(protocol: Protocol) -> list[str]:
 def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
     columns = min(count, 4)
     rows = math.ceil(count / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 3.3 * rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 3.3 * rows), squeeze=False)
     for axis in axes.flat[count:]:
         axis.set_axis_off()
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes.flat[:count])
 
 
 def describe(axis: plt.Axes, game: str) -> None:
     axis.set_title(game, fontsize=10)
     axis.set_xlabel("million steps")
-    axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # clear of the curves
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # clear of the curves
 
 
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
@@ -381,7 +380,7 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
         longest, (published, name) = 0, protocol.published("")
         references = {name: (published, {"color": "0.5"})}
         if protocol.name in TEST:
-            references[f"{name}, held-out"] = reference(TEST[protocol.name]), {"color": "0.5", "linestyle": "--"}
+            references[f"{name}, held-out"] = read_reference(TEST[protocol.name]), {"color": "0.5", "linestyle": "--"}
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
             runs, colour = list(protocol.runs[algorithm][game].values()), protocol.colour(algorithm)
             ends = range(step, max(curve.steps[-1] for curve in runs) + 1, step)
@@ -405,43 +404,33 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
                 draw(axis, published[game].steps[shown] / 1e6, returns, label=f"{name} (n = {len(returns)})", **style)
         describe(axis, game)
     axes[0].set_ylabel("return")
-    save(figure, path)
+    figures.save(figure, path)
 
 
 def profile_figure(protocol: Protocol, path: Path) -> bool:
     """Performance profiles at the last mark at which an algorithm has two games; whether there is one."""
     thresholds = np.linspace(-0.1, 1, 111)
-    figure, axis = plt.subplots(figsize=(7, 2.7), layout="constrained")
-    axis.spines[["top", "right"]].set_visible(False)
-    for algorithm, games in protocol.runs.items():
+    figure, axis = plt.subplots(figsize=(7, 2.7))
+    for algorithm in protocol.runs:
         for mark, steps in reversed(MARKS.items()):
-            ranged = protocol.ranged & games.keys()
-            scores = {game: runs for game in ranged if (runs := protocol.scores(algorithm, game, steps))}
-            if len(scores) < 2:
+            ours, theirs = protocol.normalised(algorithm, steps)
+            if len(ours) < 2:
                 continue
-            label = f"{readme.label(algorithm)}, {mark}, {len(scores)} games"
-            profile = curves.performance_profile(by_game(protocol, scores), thresholds)
-            axis.step(thresholds, profile, where="post", color=protocol.colour(algorithm), label=label)
-            published, name = protocol.published(algorithm)
-            theirs = {game: runs for game in scores if game in published and (runs := published[game].scores(steps))}
-            if theirs.keys() == scores.keys():
-                profile = curves.performance_profile(by_game(protocol, theirs), thresholds)
-                style = {"linestyle": ":", "color": protocol.colour(algorithm)}
-                axis.step(thresholds, profile, where="post", label=f"{name}, {mark}, same games", **style)
+            style = {"where": "post", "color": protocol.colour(algorithm)}
+            label = f"{readme.label(algorithm)}, {mark}, {len(ours)} games"
+            axis.step(thresholds, curves.performance_profile(ours, thresholds), label=label, **style)
+            if theirs:
+                label = f"{protocol.published(algorithm)[1]}, {mark}, same games"
+                axis.step(thresholds, curves.performance_profile(theirs, thresholds), ":", label=label, **style)
             break
     drawn = bool(axis.lines)
     if drawn:
         axis.set_xlabel("normalised return")
         axis.set_ylabel("share of runs above")
-        axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-        save(figure, path)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        figures.save(figure, path)
     plt.close(figure)
     return drawn
-
-
-def save(figure: plt.Figure, path: Path) -> None:
-    figure.savefig(path, dpi=110, metadata={"Software": None})  # the same bytes each time
-    plt.close(figure)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -449,10 +438,10 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 def report(protocol: Protocol) -> str:
     """Draw a protocol's figures and return its text, with links that start from the folder of benchmarks/README.md."""
-    figures = {"curves.png": "Return against environment steps"}
+    drawn = {"curves.png": "Return against environment steps"}
     curve_figure(protocol, protocol.folder / "curves.png")
     if profile_figure(protocol, protocol.folder / "profile.png"):
-        figures["profile.png"] = "Performance profiles"
+        drawn["profile.png"] = "Performance profiles"
     folder = protocol.folder.resolve()
     place = folder.relative_to(HERE) if folder.is_relative_to(HERE) else folder
     parts = [
@@ -461,7 +450,7 @@ def report(protocol: Protocol) -> str:
         verdict_table(protocol),
         aggregate_table(protocol),
         gap_table(protocol),
-        [f"![{text}]({place.as_posix()}/{name})" for name, text in figures.items()],
+        [f"![{text}]({place.as_posix()}/{name})" for name, text in drawn.items()],
         ["```bash", *commands(protocol), "```"],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -482,7 +471,7 @@ def main(args: Args) -> None:
     for protocol in protocols:
         if protocol.name == "easy-all":
             texts["results"] = "\n".join([*summary_table(protocol), ""])
-    precision.main([])
+    precision.main(precision.Args())
     texts["precision"] = (precision.FOLDER / "precision.md").read_text()
     texts["phases"] = phases.main()
     exploration.main(exploration.Args())

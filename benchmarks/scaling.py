@@ -13,7 +13,6 @@ Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json` and `.md` (the tab
 
 import csv
 import importlib
-import json
 import os
 import shlex
 import subprocess
@@ -32,11 +31,10 @@ from throughput import shorten, spread
 
 from common.device import resolve_device
 from common.errors import InputError
+from common.files import ROOT, write_json
 from common.provenance import command, provenance
 from common.settings import Positive, check_limits
 from common.signals import one_line_errors
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -105,12 +103,13 @@ def table(rows: list[dict[str, str]]) -> list[str]:
 
 def main(args: Args) -> None:
     check_limits(args)
-    device = resolve_device(args.device)
-    path = args.out / ("cpu.csv" if device.type == "cpu" else "gpu.csv")
+    on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"
+    path = args.out / ("gpu.csv" if on_gpu else "cpu.csv")
     if not args.from_csv:
+        device = resolve_device(args.device)
+        command = shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]])
         args.out.mkdir(parents=True, exist_ok=True)
-        meta = provenance("python benchmarks/scaling.py " + shlex.join(sys.argv[1:]), "benchmarks/scaling.py", device)
-        path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/scaling.py", device))
         with path.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("algorithm", "ranks", "repeat", "steps_per_second"))

@@ -24,9 +24,10 @@ benchmarks/README.md.
 
 import concurrent.futures
 import csv
-import json
+import importlib
 import multiprocessing
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -35,14 +36,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, Literal
 
+import gymnasium as gym
+import numpy as np
 import readme
+import torch
 import tyro
+from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import device as common_device
+from common import session
+from common.device import resolve_device, resolve_precision
+from common.files import write_json
+from common.provenance import provenance
+from common.run import Run
+from common.settings import check_limits
+from common.signals import one_line_errors
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 ACCELERATED = ("compile", "cudagraphs")
@@ -58,9 +69,9 @@ MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
 @dataclass
 class Args:
-    algorithms: tuple[str, ...] = ("ppo", "ppg", "impala")
+    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ("ppo", "ppg", "impala")
     """scripts to measure"""
-    configurations: tuple[str, ...] = CONFIGURATIONS
+    configurations: tuple[Literal[*CONFIGURATIONS, *ACCELERATED], ...] = CONFIGURATIONS
     """what to compare; see above"""
     env_id: str = "starpilot"
     """a Procgen game"""
@@ -70,7 +81,7 @@ class Args:
     """measurements of each configuration, in turn"""
     num_steps: int = 32
     """steps of each environment in an iteration (on the CPU)"""
-    sweeps: tuple[str, ...] = ()
+    sweeps: tuple[Literal[*SWEEPS], ...] = ()
     """also measure how the cost grows: num_envs (16 to 1024), env_groups, feature_dim (x1, x2, x4), threads"""
     memory: bool = True
     """also measure the default configuration's peak memory at its default sizes"""
@@ -78,7 +89,7 @@ class Args:
     """measure nothing: make table and chart from the CSV that is there"""
     update_readme: bool = False
     """also put the table into benchmarks/README.md"""
-    out: Path = ROOT / "benchmarks" / "results" / "throughput"
+    out: Path = Path(__file__).parent / "results" / "throughput"
     """where CSV, table and chart go"""
 
 
@@ -89,7 +100,7 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
     """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more.
 
     With other than 64 environments, too, so that sweeps vary nothing else. Each iteration of PPG ends with an auxiliary
-    phase, or if its rollouts do not fill a batch of it, each few: per step it costs what one of 32 iterations does.
+    phase, or if its rollouts do not fill a batch of it, each few: a step costs what it does in a full phase.
     """
     shorter = num_steps / args.num_steps
     if algorithm == "impala":
@@ -108,12 +119,10 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
 
 def make_plain(script: Any, args: Any, configuration: str) -> None:
     """Turn off what makes the script fast. Changes modules of this process."""
-    import common.device
-
     args.precision, args.micro_batch_size = "fp32", 2**30
     script.accelerate = lambda agent, mode: None
     if configuration == "plain":
-        common.device.keep_freed_memory = lambda: None
+        common_device.keep_freed_memory = lambda: None
     if not configuration.endswith("permuted"):
 
         def forward(self, frames):
@@ -140,10 +149,6 @@ def fast_settings(algorithm: str, configuration: str, env_groups: str = "64x1") 
 
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
-    import importlib
-
-    from common.device import resolve_device, resolve_precision
-
     script = importlib.import_module(job["algorithm"])
     env_groups = job["value"] if job["sweep"] == "env_groups" else "64x1"
     settings = fast_settings(job["algorithm"], job["configuration"], env_groups)
@@ -161,8 +166,6 @@ def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
 def peak_memory(device: Any) -> float:
     """The most memory that this process has had, in GB: resident on a CPU, allocated by PyTorch on a GPU."""
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated(device) / 1e9
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
@@ -170,8 +173,6 @@ def peak_memory(device: Any) -> float:
 
 def matmul_rate(device: Any, dtype: Any) -> float:
     """FLOP/s of the best of some matrix products."""
-    import torch
-
     best, torch.backends.cuda.matmul.allow_tf32 = 0.0, True  # as convolutions do by default
     for size in MATMUL_SIZES[device.type]:
         a, b, product = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
@@ -186,8 +187,6 @@ def matmul_rate(device: Any, dtype: Any) -> float:
 
 def copy_rate(device: Any) -> float:
     """Bytes per second from pinned host memory to the GPU."""
-    import torch
-
     host, best = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), 0.0
     target = torch.empty_like(host, device=device)
     for _ in range(5):
@@ -201,18 +200,11 @@ def copy_rate(device: Any) -> float:
 
 def synchronize(device: Any) -> None:
     if device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(device)
 
 
 def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     """Multiplications and additions for one frame: in a forward pass, and in a forward and a backward pass."""
-    import gymnasium as gym
-    import numpy as np
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
     agent = script.Agent(space, gym.spaces.Discrete(15), args)
     frames = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
@@ -252,11 +244,6 @@ class Clocks:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one script in one configuration; return what it took, per step. For a process of its own."""
-    import torch
-
-    from common import session
-    from common.run import Run
-
     if job["sweep"] == "threads":
         torch.set_num_threads(job["value"])
     script, args, device = configure(job)
@@ -322,28 +309,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
-    """The peak memory of one script at its default sizes, in GB. For a process of its own.
+    """The peak memory of one script at its default sizes, in GB: of one iteration, or for PPG of one phase (minutes).
 
-    PPG collects and keeps a whole policy phase, but trains on the rollouts of the first and the last iteration only,
-    which takes minutes less and as much memory.
+    For a process of its own.
     """
     script, args, device = configure(job)
-    args.total_timesteps = args.num_envs * 256
+    args.total_timesteps = args.iteration_steps * getattr(args, "n_pi", 1)
     if job["algorithm"] == "ppg":
-        args.total_timesteps *= args.n_pi
-        args.e_aux = 1
-        update, auxiliary_phase, results = script.update, script.auxiliary_phase, []
-
-        def some_updates(*arguments):
-            some = len(results) in (0, args.n_pi - 1)
-            results.append(update(*arguments) if some else dict(results[0]))
-            return results[-1]
-
-        def short_phase(agent, optimizer, phase, *rest):
-            first = SimpleNamespace(obs=phase.obs[:1], returns=phase.returns[:1])
-            return auxiliary_phase(agent, optimizer, first, *rest)
-
-        script.update, script.auxiliary_phase = some_updates, short_phase
+        args.e_aux = 1  # further passes need no more memory
     with tempfile.TemporaryDirectory() as folder:
         args.runs_dir = folder
         script.main(args)
@@ -454,55 +427,39 @@ def ratios(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown: a row for each algorithm and configuration; medians, and minimum and maximum in brackets."""
     groups, memory = by_configuration(rows), by_configuration(rows, "memory")
-    lines = [
-        "| | steps/s | x plain | x plain+malloc | act | env | learn | aux | learn, aux, all of matmul | GB |",
-        "|-|-|-|-|-|-|-|-|-|-|",
-    ]
+
+    def phases(group: list[dict[str, str]]) -> list[str]:
+        return [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
+
+    columns, cells = ["", "steps/s", "x plain", "x plain+malloc", *PHASES, "learn, aux, all of matmul", "GB"], []
     for (algorithm, configuration), group in groups.items():
-        phases = [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
         shares = ("learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul")
         shares = [f"{statistics.median(column(group, name)):.0%}" if column(group, name) else "-" for name in shares]
         peak = memory.get((algorithm, configuration))
-        cells = [
-            f"{readme.label(algorithm)} {configuration}",
-            spread(column(group, "steps_per_second")),
-            ratios(group, groups.get((algorithm, "plain"), [])),
-            ratios(group, groups.get((algorithm, "plain+malloc"), [])),
-            *phases,
-            ", ".join(shares),
-            f"{float(peak[0]['peak_gb']):.2f}" if peak else "-",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
+        row += [ratios(group, groups.get((algorithm, other), [])) for other in ("plain", "plain+malloc")]
+        cells.append([*row, *phases(group), ", ".join(shares), f"{float(peak[0]['peak_gb']):.2f}" if peak else "-"])
+    lines = readme.markdown(columns, cells)
     for sweep in SWEEPS:
-        swept = by_configuration(rows, sweep)
-        if swept:
-            lines += ["", f"| {sweep} | steps/s | act | env | learn | aux | GB |", "|-|-|-|-|-|-|-|"]
-        for (algorithm, configuration, value), group in swept.items():
-            phases = [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
-            peak = f"{max(column(group, 'peak_gb')):.2f}"
-            cells = [
-                f"{readme.label(algorithm)} {configuration}, {value}",
-                spread(column(group, "steps_per_second")),
-                *phases,
-                peak,
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+        cells = []
+        for (algorithm, configuration, value), group in by_configuration(rows, sweep).items():
+            row = [f"{readme.label(algorithm)} {configuration}, {value}", spread(column(group, "steps_per_second"))]
+            cells.append([*row, *phases(group), f"{max(column(group, 'peak_gb')):.2f}"])
+        if cells:
+            lines += ["", *readme.markdown([sweep, "steps/s", *PHASES, "GB"], cells)]
     return "\n".join(lines) + "\n"
 
 
 def chart(rows: list[dict[str, str]], path: Path) -> None:
     """Bars of the median steps per second, with lines from minimum to maximum."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import figures  # not everywhere that this file is imported has matplotlib
 
     groups = by_configuration(rows)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
     configurations = [name for name in CONFIGURATIONS + ACCELERATED if any(key[1] == name for key in groups)]
     if not configurations:  # a run of memory or sweeps alone
         return
-    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    figure, axes = figures.plt.subplots(figsize=(8, 3.2))
     width = 0.8 / len(configurations)
     for number, configuration in enumerate(configurations):
         for place, algorithm in enumerate(algorithms):
@@ -515,35 +472,19 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
                 axes.text(x, max(speeds), f"{middle:.0f}", ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(algorithms)), map(readme.label, algorithms))
     axes.set_ylabel("environment steps per second")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    axes.legend(fontsize=8)
+    figures.save(figure, path)
 
 
 def main(args: Args) -> None:
-    from common.device import resolve_device
-    from common.errors import InputError
-    from common.provenance import provenance
-
-    for flag, given, known in (
-        ("algorithms", args.algorithms, ("ppo", "ppg", "impala")),
-        ("configurations", args.configurations, CONFIGURATIONS + ACCELERATED),
-        ("sweeps", args.sweeps, SWEEPS),
-    ):
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise InputError(f"--{flag} {unknown[0]} is not known: use {', '.join(known)}.")
-
-    measured_elsewhere = args.from_csv and args.device.startswith("cuda")
-    name = "gpu" if measured_elsewhere or resolve_device(args.device).type == "cuda" else "cpu"
+    check_limits(args)
+    name = "gpu" if args.device.startswith("cuda") or resolve_device(args.device).type == "cuda" else "cpu"
     path = args.out / f"{name}.csv"
     if not args.from_csv:
         device = resolve_device(args.device)
-        meta = provenance(
-            "python benchmarks/throughput.py " + " ".join(sys.argv[1:]), "benchmarks/throughput.py", device
-        )
+        command = shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
         args.out.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/throughput.py", device))
         with path.open("w", newline="") as file:
             run_all(args, file)
     rows, origin = readme.read_measurement(path)
@@ -556,7 +497,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    from common.signals import one_line_errors
-
     with one_line_errors():
         main(tyro.cli(Args))

@@ -42,7 +42,7 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = (re.findall("model name\t: (.*)", cpuinfo) or [platform.processor()])[0]
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    status = git("status", "--porcelain", "--", "*.py")  # a new script counts, run folders do not
+    status = git("status", "--porcelain", "--", "*.py", "*.cpp")  # a new script counts, run folders do not
     return {
         "command": command_line,
         "script": script,

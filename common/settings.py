@@ -69,7 +69,7 @@ class RunArgs:
 
     # ---- run
     exp_name: str = "run"
-    """name of the experiment, a part of the run folder's name; default: the script's name"""
+    """name of the experiment, a part of the run folder's name; default: the script's, with its preset"""
     seed: Seed = 1
     """seed of the networks, the sampled actions and the environments"""
     device: str = "auto"

@@ -235,23 +235,21 @@ def test_throughput_measures_real_runs(algorithm, env_groups, put_back, monkeypa
 
 
 def test_the_memory_of_a_policy_phase_is_that_of_all_its_rollouts(put_back, monkeypatch):
-    """But only two of them, and one in the auxiliary phase, are learnt from."""
-    script, configure, learnt = put_back("ppg"), throughput.configure, []
+    script, configure, phases = put_back("ppg"), throughput.configure, []
 
     def configure_small(job):
         script, args, device = configure(job)
-        args.num_envs, args.num_minibatches, args.n_pi, args.feature_dim = 4, 4, 4, 8
+        args.num_envs, args.num_steps, args.num_minibatches, args.n_pi, args.feature_dim = 4, 8, 4, 4, 8
         return script, args, device
 
-    update, auxiliary_phase = script.update, script.auxiliary_phase
-    script.update = lambda *args: learnt.append("rollout") or update(*args)
-    script.auxiliary_phase = lambda agent, optimizer, phase, *rest: (
-        learnt.append(len(phase.obs)) or auxiliary_phase(agent, optimizer, phase, *rest)
+    auxiliary_phase = script.auxiliary_phase
+    script.auxiliary_phase = lambda agent, optimizer, phase, args, *rest: (
+        phases.append((len(phase.obs), args.e_aux)) or auxiliary_phase(agent, optimizer, phase, args, *rest)
     )
     monkeypatch.setattr(throughput, "configure", configure_small)
     job = JOB | {"algorithm": "ppg", "configuration": "default", "env_id": "CartPole-v1", "sweep": "memory"}
     row = throughput.measure_memory(job)
-    assert learnt == ["rollout", "rollout", 1]
+    assert phases == [(4, 1)]
     assert 0.1 < row["peak_gb"] < 4
 
 
@@ -355,16 +353,19 @@ def test_precision_from_run_folders_to_table(tmp_path, monkeypatch):
         ppo.main(ppo.Args(**small, precision=kind, seed=seed, runs_dir=str(tmp_path / "runs"), device="cpu"))
         for kind, seed in (("fp32", 1), ("bf16", 1), ("bf16", 2))
     ]
-    precision.main([str(run) for run in runs])
+    precision.main(precision.Args(tuple(runs)))
     table = (tmp_path / "precision" / "precision.md").read_text()
     assert "| PPO CartPole-v1 | 512 |" in table
     assert "too few seeds" in table
     assert "runs-dir" not in (tmp_path / "precision" / "ppo" / "CartPole-v1" / "bf16-seed2.meta.json").read_text()
     last = ppo.main(ppo.Args(**small, precision="fp32", seed=2, runs_dir=str(tmp_path / "runs"), device="cpu"))
-    precision.main([str(last)])
+    precision.main(precision.Args((last,)))
     table = (tmp_path / "precision" / "precision.md").read_text()
     assert "too few seeds" not in table
     assert "| mean of 1 tasks, in % of fp32 |" in table
+    (last / "args.json").write_text((last / "args.json").read_text().replace('"exp_name": "ppo"', '"exp_name": "mine"'))
+    with pytest.raises(InputError, match="is a run of mine: only ppo have a mark here"):
+        precision.add(last)
     assert (tmp_path / "precision" / "precision.png").stat().st_size > 5000
 
 

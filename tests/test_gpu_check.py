@@ -60,6 +60,8 @@ def test_a_part_that_runs_out_of_time_or_fails_lets_the_next_start(check, tmp_pa
     assert "match b: FAILED with 1" in (output := capsys.readouterr().out)
     assert "    broken" in output
     assert "failed, until a call with --again: match b\n1 of 3 parts are left for another call: runs a" in output
+    check(parts, again=True)
+    assert "failed, until a call with --again: match b\n" in capsys.readouterr().out
     pid = (tmp_path / "logs" / "runs-a.log").read_text().strip()
     state = subprocess.run(["ps", "-o", "state=", "-p", pid], capture_output=True, text=True).stdout.strip()
     assert state in ("", "Z")

@@ -122,7 +122,7 @@ def test_published_runs():
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Figures are drawn, but not written, which takes most of the time."""
-    monkeypatch.setattr(report, "save", lambda figure, path: report.plt.close(figure))
+    monkeypatch.setattr(report.figures, "save", lambda figure, path: report.plt.close(figure))
 
 
 def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, evaluation=None, slope=0.0):
@@ -347,15 +347,19 @@ def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
     write_run(tmp_path, "easy-all", "ppg", "starpilot", 1, 3.0, steps=1_048_576)
     write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 2, 2.0, steps=524_288)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 3.0)  # which PPO has not played
-    _, _, first, second = phases.main(tmp_path / "easy-all").splitlines()
+    write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 3.0)  # which PPG has not played
+    _, _, maze, first, second = phases.main(tmp_path / "easy-all").splitlines()
     middle = 524_288 - 131_072 / 2  # of the window
     same_steps, same_hours = (f"{1 + each / 1e6:.2f} (n = 2)" for each in (middle, middle + 524_288))
     paper = [
         f"{mean(curves.read_reference(file)['starpilot'].scores(2_097_152)):.2f}" for file, _ in phases.PAPER.values()
     ]
-    start = f"| starpilot | 524,288 | 3.00 (n = 1) | 2.00 (n = 1) | - | {same_steps} | {same_hours} | "
+    published = curves.read_reference("ppo_easy_all")
+    easy = [f"{mean(published[game].scores(524_288)):.2f}" for game in ("maze", "starpilot")]
+    assert maze.startswith(f"| maze | 524,288 | 3.00 (n = 1) | - | - | - | {easy[0]} (n = 3) | ")
+    start = f"| starpilot | 524,288 | 3.00 (n = 1) | 2.00 (n = 1) | {same_steps} | {same_hours} | {easy[1]} (n = 3) | "
     assert first == start + " | ".join(f"{each} (n = 3)" for each in paper) + " |"
-    assert second.startswith(f"| starpilot | 1,048,576 | 3.00 (n = 1) | - | - | {same_hours} | - | ")
+    assert second.startswith(f"| starpilot | 1,048,576 | 3.00 (n = 1) | - | {same_hours} | - | ")
     assert (tmp_path / "easy-all" / "phases.png").stat().st_size > 5000
 
 
