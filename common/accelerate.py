@@ -2,9 +2,6 @@
 The kernels of `common/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
 residual blocks. Each call looks for hooks and other settings, with which modules run as they are written."""
 
-import dis
-import inspect
-import operator
 import sys
 from itertools import pairwise
 
@@ -17,10 +14,7 @@ from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolve
 # PyTorch's modules that the kernels know, with the settings that they must have
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
 POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
-SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL, nn.ReLU: {"inplace": False}, nn.Sequential: {}}
-# the trace of x + conv1(relu(conv0(relu(x)))): each step with the numbers of the steps that it takes; the input is 0
-BLOCK = [("relu", 0), ("conv", 1), ("relu", 2), ("conv", 3), ("add", 0, 4), ("output", 5)]
-STEPS = {nn.Conv2d: "conv", nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", operator.add: "add", torch.add: "add"}
+SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 
 
 def accelerate(agent: nn.Module, mode: str) -> None:
@@ -61,38 +55,33 @@ def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor
 
 def block_forward(self: nn.Module, *inputs, **named) -> torch.Tensor:
     """Run a residual block by the kernels, or by its own forward where they do not suit."""
-    if len(inputs) == 1 and not named and suits(inputs[0]) and all(map(known, [*self.modules()][1:])):
-        convs = [self.get_submodule(name) for name in self.convs]
-        if all(convolves(inputs[0], conv.weight) and len(conv.weight) == inputs[0].shape[1] for conv in convs):
+    convs = [self._modules.get(name) for name in self.convs]
+    if len(inputs) == 1 and not named and suits(inputs[0]) and all(type(conv) is nn.Conv2d for conv in convs):
+        width = inputs[0].shape[1]
+        if all(known(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
             return ResidualBlockFunction.apply(*inputs, *(each for conv in convs for each in (conv.weight, conv.bias)))
     return self.own_forward(*inputs, **named)
 
 
+def residual_block(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The forward that a residual block must have, but for the names of its convolutions."""
+    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
 def block_convolutions(block: nn.Module) -> list[str]:
-    """The names of conv0 and conv1 in a block that is traced as `BLOCK`, of 16 or 32 channels; none of any other."""
-    parts, steps = dict(block.named_modules(remove_duplicate=False)), []
-    if not all(known(part) for part in parts.values() if part is not block):
+    """The names of conv0 and conv1 in a block that is written as `residual_block` is, of 16 or 32 channels; none of any
+    other."""
+    forward = type(block).forward
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_code != residual_block.__code__.co_code:
         return []
-    try:
-        # A trace shows one branch and no side effects. Code that names nothing but modules, relu and add has no others.
-        code, scope = type(block).forward.__code__, type(block).forward.__globals__
-        used = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
-        outer = {name for kind, name, _ in used if kind == "LOAD_GLOBAL"}
-        inner = {*".".join(parts).split("."), "relu", "add", "nn", "functional"} - {*dir(type(block))} | outer
-        plain = inner.issuperset(code.co_names) and {scope.get(name) for name in outer} <= {torch, nn, F, *STEPS}
-        nested = code.co_freevars or any(map(inspect.iscode, code.co_consts))
-        if not plain or nested or any(text == "+=" for _, _, text in used):
-            return []
-        nodes = list(torch.fx.symbolic_trace(block).graph.nodes)
-        for node in nodes[1:]:
-            kind = type(parts[node.target]) if node.op == "call_module" else node.target
-            options = [value for value in node.kwargs.values() if value is not False]  # of inplace=False
-            steps.append((STEPS.get(kind, kind), *sorted(map(nodes.index, node.args)), *options))
-    except Exception:  # whatever code raises that gets no tensor
+    second, functional, relu, first = code.co_names  # in the order of the code, as those of residual_block
+    own = relu == "relu" and forward.__globals__.get(functional) is F
+    convs = [block._modules.get(name) for name in (first, second) if not hasattr(type(block), name)]
+    if not own or len(convs) < 2 or not all(type(conv) is nn.Conv2d and known(conv) for conv in convs):
         return []
-    convs = [node.target for node in nodes if node.op == "call_module" and type(parts[node.target]) is nn.Conv2d]
-    sizes = {size for conv in convs for size in parts[conv].weight.shape[:2]}
-    return convs if steps == BLOCK and sizes in ({16}, {32}) else []
+    sizes = {size for conv in convs for size in conv.weight.shape[:2]}
+    return [first, second] if sizes in ({16}, {32}) else []
 
 
 def is_pair(first: nn.Module, second: nn.Module) -> bool:

@@ -1,7 +1,6 @@
 """The kernels take the place of just what they compute: networks as written against themselves, accelerated."""
 
 import copy
-import functools
 import io
 import random
 import types
@@ -139,32 +138,15 @@ def test_input_of_another_dtype_than_autocasts_is_pytorchs(ran):
 # ------------------------------------------------------------------------------------------------ blocks of all sorts
 
 
-class Sum(ResidualBlock):
-    def __init__(self, channels=16):
-        super().__init__(channels)
-        self.other = nn.Sequential()
-
-    def forward(self, x):
-        return torch.add(self.conv1(self.conv0(x.relu()).relu()), x)
-
-
-class Body(nn.Module):
+class Renamed(nn.Module):
     def __init__(self):
         super().__init__()
-        last, first = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.last = last  # not in the order in which they are called
-        self.first = nn.Sequential(nn.ReLU(), first, nn.ReLU())
+        self.last, self.first = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.unused = nn.GELU()
 
     def forward(self, frames):
-        return self.last(self.first(frames)).add(frames)
-
-
-class Loop(ResidualBlock):
-    def forward(self, x):
-        h = x
-        for conv in (self.conv0, self.conv1):
-            h = conv(torch.relu(h))
-        return x + h
+        """With another text."""
+        return frames + self.last(F.relu(self.first(F.relu(frames))))
 
 
 class Shared(ResidualBlock):
@@ -173,7 +155,7 @@ class Shared(ResidualBlock):
         self.conv1 = self.conv0
 
 
-@pytest.mark.parametrize("block", [ResidualBlock, Sum, Body, Loop, Shared])
+@pytest.mark.parametrize("block", [ResidualBlock, Renamed, Shared])
 def test_blocks_that_compute_the_same_have_kernels(block, ran, capsys):
     theirs, ours = made(block)
     check_equal(ours, theirs, images())
@@ -181,7 +163,7 @@ def test_blocks_that_compute_the_same_have_kernels(block, ran, capsys):
     assert isinstance(ours, block)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert not capsys.readouterr().err
-    assert torch.equal(ours(**{"frames" if block is Body else "x": images()}), ours(images()))
+    assert torch.equal(ours(**{"frames" if block is Renamed else "x": images()}), ours(images()))
 
 
 def test_a_block_that_has_run_often_has_kernels(ran):
@@ -220,35 +202,6 @@ def add_in_place(self, x):
     return x
 
 
-def rows(self, x):
-    for row in x:
-        row = self.conv0(row)
-    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-def keep(self, x):
-    self.features = self.conv0(F.relu(x))
-    return x + self.conv1(F.relu(self.features))
-
-
-def show(self, x):
-    print("here")
-    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-def frozen(self, x):
-    with torch.no_grad():
-        h = self.conv0(F.relu(x))
-    return x + self.conv1(F.relu(h))
-
-
-def inner(self, x):
-    def last(h):
-        return self.conv1(h) if random.random() > -1 else h
-
-    return x + last(F.relu(self.conv0(F.relu(x))))
-
-
 def relu(x):
     return F.relu(x) if random.random() > -1 else x
 
@@ -258,8 +211,8 @@ def with_globals(forward, **names):
 
 
 class Method(ResidualBlock):
-    def relu(self, x):
-        return F.relu(x) if random.random() > -1 else x
+    def conv1(self, x):
+        return self.conv0(x)
 
 
 def conv(*arguments, **options):
@@ -270,63 +223,25 @@ EDITS = {
     "BatchNorm": edited(
         lambda self, x: x + self.conv1(F.relu(self.norm(self.conv0(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)
     ),
-    "unused module": edited(same, act=nn.GELU),
     "other functions named relu": edited(with_globals(same, F=types.SimpleNamespace(relu=relu))),
     "function for a module": edited(
         lambda self, x: x + self.act(F.relu(self.conv0(F.relu(x)))), act=lambda: torch.tanh
     ),
     "pooling": edited(lambda self, x: x + self.conv1(F.relu(self.act(F.relu(x)))), act=lambda: nn.MaxPool2d(3, 1, 1)),
-    "other order": edited(lambda self, x: x + F.relu(self.conv1(F.relu(self.conv0(x))))),
-    "convolutions exchanged twice": edited(lambda self, x: x + self.conv1(F.relu(self.conv1(F.relu(self.conv0(x)))))),
+    "method for a module": type("ResidualBlock", (Method,), {"forward": same}),
     "GELU": edited(lambda self, x: x + self.conv1(F.gelu(self.conv0(F.gelu(x))))),
-    "nn.GELU": edited(lambda self, x: x + self.conv1(self.act(self.conv0(self.act(x)))), act=nn.GELU),
     "one GELU": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.gelu(x))))),
     "no pre-activation": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(x)))),
-    "activation after": edited(lambda self, x: F.relu(x + self.conv1(F.relu(self.conv0(F.relu(x)))))),
     "scaled": edited(lambda self, x: x + 0.5 * self.conv1(F.relu(self.conv0(F.relu(x))))),
-    "alpha": edited(lambda self, x: torch.add(x, self.conv1(F.relu(self.conv0(F.relu(x)))), alpha=0.5)),
-    "alpha 0": edited(lambda self, x: torch.add(x, self.conv1(F.relu(self.conv0(F.relu(x)))), alpha=0)),
     "difference": edited(lambda self, x: x - self.conv1(F.relu(self.conv0(F.relu(x))))),
-    "no skip": edited(lambda self, x: self.conv1(F.relu(self.conv0(F.relu(x))))),
-    "another skip": edited(lambda self, x: x + self.conv1(F.relu(x + self.conv0(F.relu(x))))),
-    "skip from the relu": edited(lambda self, x: (y := F.relu(x)) + self.conv1(F.relu(self.conv0(y)))),
-    "input twice": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x)))) + x),
-    "input to both": edited(lambda self, x: x + self.conv1(F.relu(x)) + 0 * self.conv0(F.relu(x))),
-    "detached": edited(lambda self, x: x.detach() + self.conv1(F.relu(self.conv0(F.relu(x))))),
-    "product": edited(lambda self, x: self.conv0(F.relu(x)) * self.conv1(F.relu(x))),
-    "in place": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x, inplace=True))))),
-    "relu_": edited(lambda self, x: x + self.conv1(self.conv0(F.relu(x)).relu_())),
-    "nn.ReLU in place": edited(
-        lambda self, x: x + self.conv1(self.act(self.conv0(self.act(x)))), act=lambda: nn.ReLU(inplace=True)
-    ),
-    "+=": edited(add_in_place),
-    "add_": edited(lambda self, x: x.add_(self.conv1(F.relu(self.conv0(F.relu(x)))))),
-    "parameter": edited(
-        lambda self, x: x + self.gain * self.conv1(F.relu(self.conv0(F.relu(x)))),
-        gain=lambda: nn.Parameter(torch.tensor(0.5)),
-    ),
-    "tuple in": edited(lambda self, x: x[:1] + self.conv1(F.relu(self.conv0(F.relu(x)))) + 0 * x),
+    "in place": edited(add_in_place),
     "stochastic depth": edited(
         lambda self, x: x if random.random() < -1 else x + self.conv1(F.relu(self.conv0(F.relu(x))))
     ),
-    "only while it trains": edited(
-        lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x)))) if self.training else x
-    ),
-    "data-dependent": edited(lambda self, x: x if x.sum() > 1e9 else x + self.conv1(F.relu(self.conv0(F.relu(x))))),
-    "looks at frames": edited(rows),
-    "no function": edited(functools.partial(F.silu)),
-    "method named relu": type(
-        "Named", (Method,), {"forward": lambda self, x: x + self.conv1(self.relu(self.conv0(F.relu(x))))}
-    ),
-    "keeps features": edited(keep),
-    "prints": edited(show),
-    "part without gradients": edited(frozen),
     "decorated": edited(torch.autocast("cpu", torch.bfloat16)(same)),
     "calls its superclass": type(
         "Derived", (ResidualBlock,), {"forward": lambda self, x: ResidualBlock.forward(self, x)}
     ),
-    "function inside": edited(inner),
-    "function outside": edited(lambda self, x: x + self.conv1(relu(self.conv0(F.relu(x))))),
     "standardised": edited(same, conv1=lambda: Standardised(16, 16, 3, padding=1)),
     "stride of other kinds": edited(same, conv0=conv(16, 16, 5, padding=2), conv1=conv(16, 16, 1)),
     "dilated": edited(same, conv0=conv(16, 16, 3, padding=2, dilation=2)),
@@ -411,19 +326,14 @@ def test_a_row_that_ends_in_a_convolution(ran, capsys):
 
 
 def network():
-    return nn.Sequential(conv(3, 16, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(), Modules())
-
-
-class Modules(Body):
-    """With a module for all."""
+    return nn.Sequential(conv(3, 16, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(), ResidualBlock())
 
 
 @pytest.mark.parametrize(
     "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
 @pytest.mark.parametrize(("place", "left"), [
-    ("0", "block block"), ("1", "block block"), ("2.conv0", "pair block"), ("3.first", "pair block"),
-    ("3.first.0", "pair block"),
+    ("0", "block block"), ("1", "block block"), ("2.conv0", "pair block"), ("3.conv1", "pair block"),
 ])  # fmt: skip
 def test_hooks_fire(place, left, register, ran):
     """Those from before, which keep the kernels away for good, and those from after, until they are removed."""
