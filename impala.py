@@ -51,6 +51,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 
 from common.accelerate import accelerate
 from common.device import to_device
+from common.envs import finished_episodes
 from common.learning import backward, mean_metrics, micro_batches
 from common.reward_scale import RewardNormalizer
 from common.session import Session, run_script
@@ -423,8 +424,8 @@ def act(
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
             obs = to_device(next_obs, device).to(obs_dtype)
             state = state * (1 - torch.as_tensor(dones[t], device=device).unsqueeze(-1))
-            for env in np.flatnonzero(dones[t]):
-                episodes[env].append((t, float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])))
+            for env, *episode in finished_episodes(infos):
+                episodes[env].append((t, *episode))
         frames[num_steps] = obs
         rewards, dones = torch.as_tensor(rewards, device=device), torch.as_tensor(dones, device=device)
         steps = torch.stack(actions), torch.stack(logprobs), rewards, dones
@@ -607,7 +608,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def finished_episodes(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
+def episodes_of(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
     """The episodes that ended in a batch which began after `step` steps: step, environment, return, length."""
     unrolls, earlier, episodes = Counter(each.env for each in batch), Counter(), []
     for each in batch:  # several unrolls of an environment follow each other
@@ -648,8 +649,7 @@ def main(args: Args) -> Path:
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         progress = Progress()
-        parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "progress": progress}
-        run = session.open_run(agent, **parts)
+        run = session.open_run(agent, optimizer=optimizer, reward_normalizer=reward_normalizer, progress=progress)
         step = run.step
         version = first_version = step // session.iteration_steps
         published, stop = [(copy.deepcopy(agent), version)], Event()
@@ -677,7 +677,7 @@ def main(args: Args) -> Path:
             published[0] = copy.deepcopy(agent), version  # as a whole: no actor sees half of an update
 
             # ---- log
-            for episode in finished_episodes(step, experiences, args.num_steps, world):
+            for episode in episodes_of(step, experiences, args.num_steps, world):
                 run.episode(*episode)
             step += session.iteration_steps
             lags = [version - 1 - experience.version for experience in experiences]

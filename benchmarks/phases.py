@@ -111,7 +111,8 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
             if curve:
                 shown = curve.steps <= 8 * PAPER_PHASE
                 published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), colour, label=name)
-        for axis, label in ((by_step, "million steps"), (by_hour, "hours"), (published, "phases of 32 iterations (paper)")):
+        labels = "million steps", "hours", "phases of 32 iterations (paper)"
+        for axis, label in zip((by_step, by_hour, published), labels, strict=True):
             axis.set_xlabel(label)
             axis.set_title(game, fontsize=10)
             axis.legend(fontsize=7)

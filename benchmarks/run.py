@@ -42,7 +42,6 @@ from common.envs import check_envs, unknown_env
 from common.errors import InputError
 from common.evaluation import held_out_settings
 from common.files import ROOT, lock_folder
-from common.intrinsic import check as check_intrinsic
 from common.load import load_script
 from common.procgen_env import PROCGEN_GAMES
 from common.resume import runs_of
@@ -66,7 +65,7 @@ LAUNCHER_FLAGS = {
     "local": ("devices", "runs_per_device", "threads", "attempts"),
     "slurm": ("slurm_partition", "slurm_gpus", "slurm_cpus", "slurm_minutes", "slurm_at_a_time"),
 }
-POLL_SECONDS = 1.0
+POLL_SECONDS = 5.0
 
 
 @dataclass
@@ -200,14 +199,12 @@ def check_env_id(env_id: str) -> None:
 
 
 def check_tasks(settings: Any) -> None:
-    """Raise InputError for environments, levels to train or to be evaluated on, or intrinsic rewards that cannot be."""
+    """Raise InputError for environments or levels, to train or to be evaluated on, that cannot be."""
     names = ("distribution_mode", "num_levels", "start_level", "num_threads")
     levels = {name: getattr(settings, name) for name in names}
     check_envs(settings.env_id, settings.num_envs, getattr(settings, "num_env_groups", 1), **levels)
     if settings.eval_interval:
         held_out_settings(settings)
-    if hasattr(settings, "intrinsic_reward"):
-        check_intrinsic(settings)
 
 
 def look(job: Job, runs_dir: str) -> None:

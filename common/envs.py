@@ -18,7 +18,6 @@ from common.settings import HOST_MEMORY
 from common.video import RecordFirstEnv
 
 State = dict[str, Any]  # of one environment: tensors and plain values, or empty if it cannot be put back
-ALL_LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0}  # the defaults
 
 
 def make_envs(
@@ -198,11 +197,18 @@ def unknown_env(env_id: str) -> InputError:
 
 
 def check_envs(
-    env_id: str, num_envs: int, num_groups: int = 1, *, num_threads: int = 4, prefix: str = "", **levels: Any
+    env_id: str,
+    num_envs: int,
+    num_groups: int = 1,
+    *,
+    distribution_mode: str = "easy",
+    num_levels: int = 0,
+    start_level: int = 0,
+    num_threads: int = 4,
+    prefix: str = "",
 ) -> None:
     """Raise InputError for settings of `make_envs` that cannot work, or that Procgen aborts on or ignores. `prefix`
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
-    distribution_mode, num_levels, start_level = (chosen := ALL_LEVELS | levels).values()
     games, mode = env_id.split(","), f"--distribution-mode {distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
     procgen = set(games) <= set(PROCGEN_GAMES)
@@ -214,7 +220,7 @@ def check_envs(
         raise InputError(f"--num-envs {num_envs} cannot be shared by {shared}: use a multiple of {share}.")
     if not procgen:
         only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
-        wrong = {only: chosen != ALL_LEVELS}
+        wrong = {only: (distribution_mode, num_levels, start_level) != ("easy", 0, 0)}
     else:
         known, fixed = PROCGEN_MODES[distribution_mode], distribution_mode == "exploration"
         lacking = ", ".join(game for game in games if game not in known)

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from gymnasium.spaces import Box, Discrete, MultiBinary
 from torch import Tensor, nn
 
-from common.errors import InputError
 from common.learning import mean_metrics, micro_batches
 from common.reward_scale import RewardNormalizer, merge_moments
-from common.settings import flag
 
 CLIP_OBS = 5.0  # standard deviations
 CHUNK = 1024  # observations per forward pass without gradients; bounds its memory
@@ -185,16 +183,3 @@ class Intrinsic:
         for name in ("networks", "optimizer", "normalizer"):
             getattr(self, name).load_state_dict(state[name])
         self.generator.set_state(state["generator"])
-
-
-def check(args: Any, world_size: int = 1) -> None:
-    """Raise InputError for settings of intrinsic rewards that would do nothing or cannot work."""
-    for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining"):
-        if args.intrinsic_reward == "none" and getattr(args, name) != getattr(type(args), name):
-            raise InputError(f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or omit it.")
-    if args.intrinsic_gamma >= 1:
-        raise InputError("--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less.")
-    if args.pretraining and args.intrinsic_coef <= 0:
-        raise InputError("--pretraining with --intrinsic-coef 0 has nothing to learn from: use a number above 0.")
-    if args.intrinsic_reward != "none" and world_size > 1:  # their statistics would differ
-        raise InputError("--intrinsic-reward is for a single process: start it without torchrun, or leave it out.")

@@ -53,7 +53,8 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
     def search() -> Resumed | None:
         if args.resume not in (None, "auto"):
             return read_run(Path(args.resume), args, script, ranks, complete)
-        for path, finished in runs_of(args, script, ranks) if args.resume or world.restarted else ():
+        found = runs_of(args, script, ranks) if args.resume or world.restarted else []
+        for path, finished in found if args.resume else found[:1]:  # restarted ranks were making the newest run
             try:
                 if complete or not finished:
                     return read_run(path, args, script, ranks, complete)

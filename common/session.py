@@ -67,9 +67,10 @@ class Session:
 
     def make_intrinsic(self, envs: Envs | EnvGroups, epochs: int) -> intrinsic.Intrinsic | None:
         """What `--intrinsic-reward` names, or None; `epochs` are its passes over each rollout."""
-        intrinsic.check(self.args, self.world.world_size)
         if self.args.intrinsic_reward == "none":
             return None
+        if self.world.world_size > 1:  # their statistics would differ
+            raise InputError("--intrinsic-reward is for a single process: start it without torchrun, or leave it out.")
         return intrinsic.Intrinsic(self.args, envs, epochs, self.device)
 
     def open_run(self, agent: torch.nn.Module, **parts: Any) -> Run:

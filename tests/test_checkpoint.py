@@ -41,7 +41,7 @@ from common.device import resolve_precision
 from common.envs import make_envs
 from common.errors import InputError, TrainingError
 from common.files import lock_folder
-from common.resume import saved_args
+from common.resume import find_run, saved_args
 from common.run import Run, command
 from common.settings import parse
 
@@ -680,6 +680,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path, monkeypa
     new = ppo.main(make_args(ppo, tmp_path, resume="auto"))
     assert new != path
     assert f"passes {path} over" in capsys.readouterr().err
+
+
+def test_ranks_that_torchrun_restarts_take_no_older_run(tmp_path, monkeypatch):
+    """Theirs has no checkpoint yet; the older one has ended."""
+    ended = ppo.main(make_args(ppo, tmp_path))
+    args = make_args(ppo, tmp_path, precision=AUTO)
+    world = SimpleNamespace(world_size=1, restarted=True, on_rank_zero=lambda function, send: function())
+    found = find_run(args, "ppo.py", world)  # the run that they were making, if they died at its very end
+    assert found.path == ended
+    found.lock.close()
+    interrupt(monkeypatch, ppo, 1, "update")
+    with pytest.raises(KeyboardInterrupt):
+        ppo.main(args)
+    assert find_run(args, "ppo.py", world) is None
 
 
 def test_two_processes_cannot_share_a_run(tmp_path):

@@ -21,6 +21,7 @@ from common import intrinsic
 from common.errors import InputError, TrainingError
 from common.load import load_weights
 from common.reward_scale import RewardNormalizer
+from common.session import Session
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 TINY = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)  # MiniGrid's view
@@ -335,6 +336,6 @@ def test_bad_input(script, settings, words, tmp_path):
 
 
 def test_several_ranks_are_refused():
-    intrinsic.check(ppo.Args(), world_size=2)
+    session = SimpleNamespace(args=ppo.Args(intrinsic_reward="rnd"), world=SimpleNamespace(world_size=2))
     with pytest.raises(InputError, match="without torchrun"):
-        intrinsic.check(ppo.Args(intrinsic_reward="rnd"), world_size=2)
+        Session.make_intrinsic(session, None, epochs=1)
