@@ -504,8 +504,9 @@ def update(
             history.append(metrics)
         if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
             break
+    deviations = [metrics["losses/ratio_deviation"] for metrics in history if "losses/ratio_deviation" in metrics]
     return mean_metrics(history) | {
-        "losses/initial_ratio_deviation": next(m[tag] for m in history if (tag := "losses/ratio_deviation") in m),
+        "losses/initial_ratio_deviation": deviations[0],
         "losses/explained_variance": explained_variance(rollout.values, returns),
     }
 
@@ -620,7 +621,7 @@ def main(args: Args) -> Path:
         rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
         parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
         phase = Phase(min(args.n_pi, session.num_iterations), envs, rollout, args, device)
-        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer, "phase": phase}
+        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer, "phase": phase}  # replays envs
         run = session.open_run(agent, **parts)
         step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
 

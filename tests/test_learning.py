@@ -71,7 +71,7 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, p
             phase = SimpleNamespace(obs=obs, returns=returns)
             metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, Silent().show_phase, WORLD)
     return parameters_to_vector(agent.parameters()).detach() - start, {
-        tag: value.item() for tag, value in metrics.items()
+        tag: float(value) for tag, value in metrics.items()
     }
 
 
@@ -89,7 +89,8 @@ def test_pieces_have_the_gradient_and_the_metrics_of_the_whole_minibatch(script,
 
 @quick
 def test_backward_averages_losses_and_metrics_and_gradients_over_pieces():
-    """Means weighted by the pieces' sizes; ranks exchange gradients once, after the last piece."""
+    """Means weighted by the pieces' sizes; ranks exchange gradients once, after the last piece. On a CPU the metrics
+    are numbers: small tensors that stay let the memory grow."""
     weight, x = torch.tensor(3.0, requires_grad=True), torch.arange(1.0, 8.0)
     calls = []
 
@@ -103,9 +104,8 @@ def test_backward_averages_losses_and_metrics_and_gradients_over_pieces():
 
     metrics = backward(loss_of, [x], 3, Spy())
     assert calls == [pytest.approx(6 * x.square().mean().item())]
-    assert metrics["loss"].item() == pytest.approx(9 * x.square().mean().item())
-    assert not metrics["loss"].requires_grad
-    assert metrics["size"].item() == pytest.approx((3 * 3 + 3 * 3 + 1 * 1) / 7)
+    assert metrics == pytest.approx({"loss": 9 * x.square().mean().item(), "size": (3 * 3 + 3 * 3 + 1 * 1) / 7})
+    assert {type(value) for value in metrics.values()} == {float}
     history = [{"a": torch.tensor(1.0), "b": 5.0}, {"a": torch.tensor(4.0)}]
     assert {tag: value.item() for tag, value in mean_metrics(history).items()} == {"a": 2.5, "b": 5.0}
 
