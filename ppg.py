@@ -621,7 +621,7 @@ def main(args: Args) -> Path:
         rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
         parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
         phase = Phase(min(args.n_pi, session.num_iterations), envs, rollout, args, device)
-        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer, "phase": phase}  # replays envs
+        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer, "phase": phase}
         run = session.open_run(agent, **parts)
         step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
 
