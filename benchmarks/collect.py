@@ -20,7 +20,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.errors import InputError
-from common.files import read_json
+from common.files import read_json, write_json
 from common.resume import MAY_CHANGE
 from common.signals import one_line_errors
 
@@ -81,7 +81,7 @@ def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
         raise InputError(f"{target} holds another run of this seed: remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(curve)
-    target.with_suffix(".meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    write_json(target.with_suffix(".meta.json"), meta)
 
 
 def same_settings(command: str) -> list[list[str]]:

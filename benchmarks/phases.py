@@ -102,9 +102,9 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
             by_step.plot(ends / 1e6, values, **style)
             if algorithm in speed:
                 by_hour.plot(ends / speed[algorithm] / 3600, values, **style)
-        longest = max(run.steps[-1] for algorithm, its in runs.items() if "ppg" in algorithm for run in its)
+        last_of_ppg = max(run.steps[-1] for algorithm, its in runs.items() if "ppg" in algorithm for run in its)
         for length, width in ((SHORT_PHASE, 0.3), (PHASE, 1.0)):
-            for step in range(length, longest + 1, length):
+            for step in range(length, last_of_ppg + 1, length):
                 by_step.axvline(step / 1e6, color="0.8", linewidth=width, zorder=0)
         for name, (file, colour) in PAPER.items():
             curve = read_reference(file).get(game)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from common.device import resolve_device
 from common.errors import InputError
 from common.files import ROOT
 
@@ -34,6 +35,12 @@ def fill(documents: Iterable[Path], name: str, text: str) -> None:
             return
     places = ", ".join(map(str, documents))
     raise InputError(f"no lines {start.strip()} and {end} are in {places}: add them, for the text to stand between.")
+
+
+def measurement_path(folder: Path, device: str) -> Path:
+    """The CSV in `folder` of measurements on what `--device` names: a GPU that is named need not be here."""
+    on_gpu = device.startswith("cuda") or resolve_device(device).type == "cuda"
+    return folder / ("gpu.csv" if on_gpu else "cpu.csv")
 
 
 def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:

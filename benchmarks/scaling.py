@@ -103,8 +103,7 @@ def table(rows: list[dict[str, str]]) -> list[str]:
 
 def main(args: Args) -> None:
     check_limits(args)
-    on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"
-    path = args.out / ("gpu.csv" if on_gpu else "cpu.csv")
+    path = readme.measurement_path(args.out, args.device)
     if not args.from_csv:
         device = resolve_device(args.device)
         command = shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]])

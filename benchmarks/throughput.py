@@ -478,8 +478,7 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
 
 def main(args: Args) -> None:
     check_limits(args)
-    name = "gpu" if args.device.startswith("cuda") or resolve_device(args.device).type == "cuda" else "cpu"
-    path = args.out / f"{name}.csv"
+    path = readme.measurement_path(args.out, args.device)
     if not args.from_csv:
         device = resolve_device(args.device)
         command = shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
@@ -493,7 +492,7 @@ def main(args: Args) -> None:
     chart(rows, path.with_suffix(".png"))
     print(f"\n{text}\n{path}, .md and .png are written.")
     if args.update_readme:
-        readme.fill(readme.DOCUMENTS, f"throughput {name}", text)
+        readme.fill(readme.DOCUMENTS, f"throughput {path.stem}", text)
 
 
 if __name__ == "__main__":

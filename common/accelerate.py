@@ -55,10 +55,9 @@ def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor
 
 def block_forward(self: nn.Module, *inputs, **named) -> torch.Tensor:
     """Run a residual block by the kernels, or by its own forward where they do not suit."""
-    convs = [self._modules.get(name) for name in self.convs]
-    if len(inputs) == 1 and not named and suits(inputs[0]) and all(type(conv) is nn.Conv2d for conv in convs):
-        width = inputs[0].shape[1]
-        if all(known(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
+    if len(inputs) == 1 and not named and suits(inputs[0]):
+        convs, width = [self._modules.get(name) for name in self.convs], inputs[0].shape[1]
+        if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
             return ResidualBlockFunction.apply(*inputs, *(each for conv in convs for each in (conv.weight, conv.bias)))
     return self.own_forward(*inputs, **named)
 
@@ -69,8 +68,7 @@ def residual_block(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def block_convolutions(block: nn.Module) -> list[str]:
-    """The names of conv0 and conv1 in a block that is written as `residual_block` is, of 16 or 32 channels; none of any
-    other."""
+    """The names of conv0 and conv1 in a block of 16 or 32 channels with the forward of `residual_block`, else none."""
     forward = type(block).forward
     code = getattr(forward, "__code__", None)
     if code is None or code.co_code != residual_block.__code__.co_code:
@@ -78,14 +76,18 @@ def block_convolutions(block: nn.Module) -> list[str]:
     second, functional, relu, first = code.co_names  # in the order of the code, as those of residual_block
     own = relu == "relu" and forward.__globals__.get(functional) is F
     convs = [block._modules.get(name) for name in (first, second) if not hasattr(type(block), name)]
-    if not own or len(convs) < 2 or not all(type(conv) is nn.Conv2d and known(conv) for conv in convs):
+    if not own or len(convs) < 2 or not all(map(is_conv, convs)):
         return []
     sizes = {size for conv in convs for size in conv.weight.shape[:2]}
     return [first, second] if sizes in ({16}, {32}) else []
 
 
+def is_conv(module: nn.Module | None) -> bool:
+    return type(module) is nn.Conv2d and known(module)
+
+
 def is_pair(first: nn.Module, second: nn.Module) -> bool:
-    return type(first) is nn.Conv2d and type(second) is nn.MaxPool2d and known(first) and known(second)
+    return is_conv(first) and type(second) is nn.MaxPool2d and known(second)
 
 
 def known(module: nn.Module) -> bool:

@@ -127,13 +127,14 @@ class RunArgs:
         for name, package in (("track", "wandb"), ("capture_video", "av")):
             message = f"{flag(name)} needs a package: pip install {package}, or leave {flag(name)} out."
             yield not getattr(self, name) or bool(find_spec(package)), message
-        for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining") if hasattr(self, "intrinsic_reward") else ():
-            message = f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or omit it."
-            yield self.intrinsic_reward != "none" or getattr(self, name) == getattr(type(self), name), message
-        endless = "--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less."
-        yield getattr(self, "intrinsic_gamma", 0) < 1, endless
-        nothing = "--pretraining with --intrinsic-coef 0 has nothing to learn from: use a number above 0."
-        yield not getattr(self, "pretraining", False) or self.intrinsic_coef > 0, nothing
+        if hasattr(self, "intrinsic_reward"):
+            for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining"):
+                message = f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or omit it."
+                yield self.intrinsic_reward != "none" or getattr(self, name) == getattr(type(self), name), message
+            endless = "--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less."
+            yield self.intrinsic_gamma < 1, endless
+            nothing = "--pretraining with --intrinsic-coef 0 has nothing to learn from: use a number above 0."
+            yield not self.pretraining or self.intrinsic_coef > 0, nothing
 
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
