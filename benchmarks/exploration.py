@@ -21,13 +21,12 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import figures
 from collect import RESULTS, finished_run, write_curve
-from curves import Curve, read, score
-from figures import plt
-from readme import markdown
-
 from common.errors import InputError
 from common.files import ROOT
 from common.signals import one_line_errors
+from curves import Curve, read, score
+from figures import plt
+from readme import markdown
 
 FOLDER = RESULTS / "exploration"
 STEPS, WINDOW = 300_000, 32_768  # of a run, and at its end those that it counts with

@@ -42,13 +42,12 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import readme
 import throughput
-from gpu_parts import Common, measurements, read_rows
-
 from common.device import resolve_device
 from common.files import ROOT
 from common.provenance import command
 from common.settings import Positive, check_limits
 from common.signals import one_line_errors
+from gpu_parts import Common, measurements, read_rows
 
 SECONDS = {"tests": 420, "resume": 150, "match": 90, "throughput": 120, "profile": 90}  # that a part may take
 LEAST_RUN, END = 60, 20  # seconds: the least that a run is started for; what a part has to save its state at its limit

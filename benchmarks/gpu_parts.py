@@ -28,7 +28,6 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import throughput
-
 from common.device import resolve_device
 from common.errors import InputError, TrainingError
 from common.files import read_json, write_json

@@ -19,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import figures
 import readme
 from collect import RESULTS, finished_run, write_curve
-from curves import Curve, difference, read, score
-from figures import plt
-
 from common.errors import InputError
 from common.signals import one_line_errors
+from curves import Curve, difference, read, score
+from figures import plt
 
 FOLDER = RESULTS / "precision"
 MARKS = {"ppo": 1_015_808, "impala-appo": 1_015_808, "ppg": 524_288, "ppg-long": 524_288}  # steps, whole iterations

@@ -34,14 +34,13 @@ import precision
 import readme
 import scaling
 import throughput
-from curves import read_reference
-from figures import plt
-
 from common.errors import InputError
 from common.files import read_json
 from common.procgen_env import PROCGEN_MODES
 from common.scores import RETURN_RANGES, normalized
 from common.signals import one_line_errors
+from curves import read_reference
+from figures import plt
 
 HERE = Path(__file__).parent
 MARKS = {"0.5M": 500_000, "1M": 1_000_000, "2M": 2_000_000, "5M": 5_000_000, "25M": 25_000_000}

@@ -27,14 +27,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import readme
-from throughput import shorten, spread
-
 from common.device import resolve_device
 from common.errors import InputError
 from common.files import ROOT, write_json
 from common.provenance import command, provenance
 from common.settings import Positive, check_limits
 from common.signals import one_line_errors
+from throughput import shorten, spread
 
 
 @dataclass

@@ -40,10 +40,11 @@ from typing import IO, Any, Literal
 
 import gymnasium as gym
 import numpy as np
-import readme
 import torch
 import tyro
 from torch.utils.flop_counter import FlopCounterMode
+
+import readme
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import device as common_device

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import IO
 from unittest import mock
 
-from conftest import Glance
-
 import impala
 import ppg
 import ppo
+from conftest import Glance
 
 ROOT = Path(__file__).parent.parent
 FORKS = multiprocessing.get_context("forkserver")

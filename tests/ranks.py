@@ -17,14 +17,12 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import fast
 import gymnasium as gym
 import numpy as np
 import torch
-from fast import Fork
-from helpers import estimates
 from torch.nn.utils import parameters_to_vector
 
+import fast
 import impala
 import ppg
 import ppo
@@ -32,6 +30,8 @@ from common import checkpoint
 from common.reward_scale import RewardNormalizer
 from common.signals import one_line_errors
 from common.world import World, init_world
+from fast import Fork
+from helpers import estimates
 
 SCRIPTS = {script.__name__: script for script in (ppo, ppg, impala)}
 SPACE, ACTIONS = gym.spaces.Box(-1, 1, (5,), np.float32), gym.spaces.Discrete(4)

@@ -9,20 +9,20 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import fast
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, small_args
-from test_run import flags
 
+import fast
 import impala
 import ppg
 import ppo
 from common.errors import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES
 from common.settings import parse
+from helpers import ALL, small_args
+from test_run import flags
 
 ROOT = Path(__file__).parent.parent
 ALL_GAMES = ", ".join(PROCGEN_GAMES)

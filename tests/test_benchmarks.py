@@ -8,31 +8,28 @@ import os
 import re
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from fast import Fork, run_script, small_networks
-from ranks import Ranks
 
-import ppo
-from common import device, session
-from common.envs import make_envs
-from common.errors import InputError
-from common.run import Run
-from common.settings import parse
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
 import exploration
+import ppo
 import precision
 import random_policy
 import readme
 import scaling
 import throughput
+from common import device, session
+from common.envs import make_envs
+from common.errors import InputError
+from common.run import Run
+from common.settings import parse
+from fast import Fork, run_script, small_networks
+from ranks import Ranks
 
 
 def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):

@@ -23,16 +23,13 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
-import fast
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import CountEnv, SpoiltEnv
-from helpers import ALL, SCRIPTS, deterministic_files, parameters, read_csv, small_args
 from tensorboard.summary.writer.record_writer import RecordWriter
-from test_run import flags, read_scalars
 
+import fast
 import impala
 import ppg
 import ppo
@@ -44,6 +41,9 @@ from common.files import lock_folder
 from common.resume import find_run, saved_args
 from common.run import Run, command
 from common.settings import parse
+from conftest import CountEnv, SpoiltEnv
+from helpers import ALL, SCRIPTS, deterministic_files, parameters, read_csv, small_args
+from test_run import flags, read_scalars
 
 ROOT = Path(__file__).parent.parent
 AUTO = resolve_precision("auto", "cpu")

@@ -9,7 +9,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import estimates
 
 import impala
 import ppg
@@ -17,6 +16,7 @@ import ppo
 from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
 from common.errors import InputError
 from common.world import World
+from helpers import estimates
 
 FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
 

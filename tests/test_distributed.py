@@ -10,24 +10,24 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import fast
 import numpy as np
 import pytest
-import ranks
 import torch
-from fast import Fork
-from helpers import parameters
-from ranks import Ranks
-from test_checkpoint import check_same_run
-from test_run import read_scalars
 
+import fast
 import ppo
+import ranks
 from common import session
 from common.checkpoint import newest_checkpoint
 from common.device import resolve_device
 from common.errors import InputError
 from common.reward_scale import RewardNormalizer
 from common.world import ProcessGroup, World
+from fast import Fork
+from helpers import parameters
+from ranks import Ranks
+from test_checkpoint import check_same_run
+from test_run import read_scalars
 
 SMALL = {
     "ppo": {},

@@ -3,7 +3,6 @@
 import importlib
 import re
 import shlex
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,12 @@ from urllib.parse import unquote
 import pytest
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import curves
 import evaluate
-import readme
-
 import impala
 import ppg
 import ppo
+import readme
 from common.files import read_json
 from common.load import read_model
 from common.settings import parse

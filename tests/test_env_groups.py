@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from fast import small_networks
-from helpers import PPO_AND_PPG, Silent, deterministic_files, level_seeds, parameters
-from test_envs import read_video
 
 import ppo
 from common.envs import make_envs
 from common.errors import InputError
 from common.reward_scale import RewardNormalizer
+from fast import small_networks
+from helpers import PPO_AND_PPG, Silent, deterministic_files, level_seeds, parameters
+from test_envs import read_video
 
 
 @pytest.mark.parametrize(("env_id", "num_actions"), [("starpilot", 15), ("CartPole-v1", 2)])

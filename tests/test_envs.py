@@ -10,12 +10,12 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-from helpers import level_seeds
 
 from common.envs import make_envs
 from common.errors import InputError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.reward_scale import RewardNormalizer
+from helpers import level_seeds
 
 ROOT = Path(__file__).parent.parent
 

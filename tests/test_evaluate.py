@@ -10,10 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fast import small_networks
-from helpers import ALL, level_seeds
 from PIL import Image
 
+import evaluate
 import impala
 import ppg
 import ppo
@@ -21,9 +20,8 @@ from common.envs import group_seed, make_envs
 from common.errors import InputError
 from common.evaluation import EVALUATION, HeldOut
 from common.files import lock_folder
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import evaluate
+from fast import small_networks
+from helpers import ALL, level_seeds
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"num_envs": 4, "num_steps": 2, "num_minibatches": 2, "total_timesteps": 8, "device": "cpu"}

@@ -7,11 +7,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from fast import small_networks
-from helpers import ALL, deterministic_files, level_seeds, parameters, read_csv
-from test_bad_input import check_rejected
-from test_checkpoint import make_args
-from test_run import read_scalars
 from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
 
 import impala
@@ -20,6 +15,11 @@ from common.envs import make_envs
 from common.evaluation import Evaluator, HeldOut, draw
 from common.procgen_env import PROCGEN_GAMES
 from common.scores import RETURN_RANGES, normalized
+from fast import small_networks
+from helpers import ALL, deterministic_files, level_seeds, parameters, read_csv
+from test_bad_input import check_rejected
+from test_checkpoint import make_args
+from test_run import read_scalars
 
 CPU = torch.device("cpu")
 

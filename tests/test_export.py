@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import export
 import impala
 import ppg
 import ppo
 from common.errors import InputError, TrainingError
 from common.load import load_agent
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import export
 
 CASES = {
     "frames": (ppo, {"env_id": "starpilot", "precision": "bf16"}),

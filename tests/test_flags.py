@@ -9,11 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import parameters
 
 import impala
 import ppg
 import ppo
+from helpers import parameters
 
 SCRIPTS = {script.__name__: script for script in (ppo, ppg, impala)}
 # Of runs this short everything is deterministic, IMPALA's with its actors in the learner's thread.

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import PPO_AND_PPG
 
 import ppo
+from helpers import PPO_AND_PPG
 
 pytestmark = pytest.mark.quick
 T, N = 12, 5

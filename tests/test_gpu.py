@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from helpers import parameters
-from test_learning import FRAMES, learn
-from test_training import short_args
 
 import impala
 import ppg
 import ppo
 from common import device
 from common.accelerate import accelerate
+from helpers import parameters
+from test_learning import FRAMES, learn
+from test_training import short_args
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,21 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import tyro
 
+import gather_gpu
+import gpu_check
+import gpu_parts
 import impala
 import ppo
 from common.errors import InputError, TrainingError
 from common.settings import parse
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import gather_gpu
-import gpu_check
-import gpu_parts
 
 
 def test_the_plan_has_every_step_and_cuda_graphs_on_a_gpu_alone(monkeypatch, capsys):

@@ -3,30 +3,27 @@
 import difflib
 import math
 import signal
-import sys
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import fast
 import gymnasium as gym
-import ideas
 import numpy as np
 import pytest
 import torch
-from helpers import parameters
-from ranks import Ranks
-from test_checkpoint import check_same_run, same
-from test_distributed import words_of
 
+import evaluate
+import export
+import fast
+import ideas
 from common import session
 from common.checkpoint import newest_checkpoint
 from common.errors import TrainingError
 from common.load import load_agent, load_script
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import evaluate
-import export
+from helpers import parameters
+from ranks import Ranks
+from test_checkpoint import check_same_run, same
+from test_distributed import words_of
 
 
 class Idea(NamedTuple):

@@ -15,17 +15,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import CountEnv
-from fast import Fork, run_script, small_networks
-from helpers import deterministic_files, evaluate, level_seeds, parameters, read_csv
-from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, make_agent
-from test_run import read_scalars
 
 import common.session
 import impala
 from common.actors import ActorThreads
 from common.envs import make_envs
 from common.reward_scale import RewardNormalizer
+from conftest import CountEnv
+from fast import Fork, run_script, small_networks
+from helpers import deterministic_files, evaluate, level_seeds, parameters, read_csv
+from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, make_agent
+from test_run import read_scalars
 
 quick = pytest.mark.quick
 

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fast import small_networks
 from gymnasium.wrappers import TransformReward
-from helpers import ALL, PPO_AND_PPG, parameters
-from test_checkpoint import GAMES, check_same_run, interrupted, make_args, resume
-from test_losses import ACTION_SPACES, VECTOR
 
 import impala
 import ppg
@@ -22,6 +18,10 @@ from common.errors import InputError, TrainingError
 from common.load import load_weights
 from common.reward_scale import RewardNormalizer
 from common.session import Session
+from fast import small_networks
+from helpers import ALL, PPO_AND_PPG, parameters
+from test_checkpoint import GAMES, check_same_run, interrupted, make_args, resume
+from test_losses import ACTION_SPACES, VECTOR
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 TINY = gym.spaces.Box(0, 255, (7, 7, 3), np.uint8)  # MiniGrid's view

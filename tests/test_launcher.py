@@ -15,18 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import fast
 import gymnasium as gym
 import pytest
 from rich.console import Console
 
+import collect
+import fast
 import ppo
+import run as launcher
 from common.errors import InputError
 from common.files import lock_folder
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import collect
-import run as launcher
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]

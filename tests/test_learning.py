@@ -1,26 +1,22 @@
 """Minibatches in pieces, layout, kernels and number formats change neither gradients nor what is logged."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, PPO_AND_PPG, Silent, estimates
 from torch.nn.utils import parameters_to_vector
 
 import impala
 import ppg
 import ppo
+import throughput
 from common.accelerate import accelerate
 from common.device import resolve_precision
 from common.learning import backward, mean_metrics, micro_batches
 from common.world import World
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import throughput
+from helpers import ALL, PPO_AND_PPG, Silent, estimates
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)

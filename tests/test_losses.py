@@ -7,11 +7,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import PPO_AND_PPG, estimates
 
 import ppg
 import ppo
 from common.world import World
+from helpers import PPO_AND_PPG, estimates
 
 pytestmark = pytest.mark.quick
 VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)

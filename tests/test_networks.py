@@ -9,11 +9,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, PPO_AND_PPG
 
 import impala
 import ppg
 import ppo
+from helpers import ALL, PPO_AND_PPG
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import gymnasium as gym
 import pytest
 import torch
-from helpers import Silent
-from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, kl_by_definition, make_agent
 
 import ppg
+from helpers import Silent
+from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, kl_by_definition, make_agent
 
 quick = pytest.mark.quick
 ARCHES = pytest.mark.parametrize("arch", ["detach", "dual", "shared"])

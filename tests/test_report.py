@@ -3,27 +3,24 @@
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
-from test_run import read_scalars
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import collect
 import convert
 import curves
 import phases
+import ppo
 import readme
 import report
-
-import ppo
 from common.errors import InputError
 from common.scores import normalized
+from test_run import read_scalars
 
 # --------------------------------------------------------------------------------------------------------- statistics
 

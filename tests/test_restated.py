@@ -5,13 +5,13 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
-import restated
 import torch
-from helpers import parameters
 
 import impala
 import ppg
 import ppo
+import restated
+from helpers import parameters
 
 pytestmark = pytest.mark.quick
 

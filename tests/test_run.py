@@ -14,14 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
-import fast
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, SCRIPTS, read_csv, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+import fast
 import impala
 import ppg
 import ppo
@@ -33,6 +32,7 @@ from common.provenance import command
 from common.run import Run
 from common.settings import parse
 from common.world import World
+from helpers import ALL, SCRIPTS, read_csv, small_args
 
 ROOT = Path(__file__).parent.parent
 NUM_ENVS, NUM_STEPS = 4, 64

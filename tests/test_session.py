@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ALL, small_args
 
 import impala
 import ppg
@@ -22,6 +21,7 @@ from common.errors import InputError, TrainingError
 from common.provenance import command
 from common.run import Run, require_finite
 from common.settings import parse
+from helpers import ALL, small_args
 
 
 def make_args(script, runs_dir, **settings):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from helpers import PPO_AND_PPG, Silent, deterministic_files, evaluate, parameters
-from test_run import read_scalars
 
 import ppg
 import ppo
@@ -11,6 +9,8 @@ from common.envs import make_envs
 from common.load import load_agent
 from common.procgen_env import PROCGEN_GAMES
 from common.reward_scale import RewardNormalizer
+from helpers import PPO_AND_PPG, Silent, deterministic_files, evaluate, parameters
+from test_run import read_scalars
 
 
 def short_args(script, tmp_path, **settings):
