@@ -19,11 +19,10 @@ settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations fro
 7. Phases are short: 8 iterations and 3 auxiliary passes, not 32 and 6, since before the first auxiliary phase the value
    head predicts next to nothing (benchmarks/NOTES.md). There is one encoder, as in CleanRL, at half the cost of the
    paper's two. The value head's gradient stops before it in both phases, as in OpenAI's code.
-8. The paper has 4 processes with 64 environments. One process makes as many gradient steps in an iteration, at the same
-   learning rate, on minibatches of a quarter of the size, as in CleanRL. Four ranks (torchrun) have the paper's size.
-9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, a weight of 1 on half the squared value
-   error, minibatches of whole environments, reward scale as in `ppo.py`, an Adam of its own for the auxiliary phase,
-   and the value's passes before the policy's where `--e-value` differs from `--e-policy`.
+8. The paper has 4 processes with 64 environments (torchrun: four ranks). One process makes as many gradient steps in an
+   iteration, at the same learning rate, on minibatches of a quarter of the size, as in CleanRL.
+9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
+   1, minibatches of whole environments, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
 """
 
 import math
@@ -143,8 +142,8 @@ class Args(RunArgs):
     """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
 
     # ---- network
-    arch: Literal["detach", "dual", "shared"] = "detach"
-    """detach: one encoder, no gradient from the value head; dual: a second encoder for it; shared: one for both"""
+    arch: Literal["late-detach", "detach", "dual", "shared"] = "detach"
+    """one encoder that the value trains in the first phase (late-detach), never (detach), always (shared); dual: two"""
     feature_dim: Positive[int] = 256
     """width of the encoder's output"""
     hidden_dim: Positive[int] = 64
@@ -280,7 +279,7 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
-        self.action_space, self.arch = action_space, args.arch
+        self.action_space, self.arch, self.detach = action_space, args.arch, "detach" in args.arch
         self.bf16 = args.precision == "bf16" and len(observation_space.shape or ()) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         if args.arch == "dual":
@@ -301,7 +300,7 @@ class Agent(nn.Module):
             features = self.encode(self.value_encoder, obs)
         elif features is None:
             features = self.encode(self.encoder, obs)
-        return self.value_head(features.detach() if self.arch == "detach" else features).squeeze(-1)
+        return self.value_head(features.detach() if self.detach else features).squeeze(-1)
 
     def get_policy(self, obs: Tensor) -> Tensor:
         """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
@@ -321,8 +320,7 @@ class Agent(nn.Module):
     def get_policy_and_values(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the auxiliary phase trains: distribution parameters [B, P], values [B] and auxiliary values [B]."""
         features = self.encode(self.encoder, obs)
-        aux_values = self.aux_value_head(features).squeeze(-1)
-        return self.policy_head(features), self.get_value(obs, features), aux_values
+        return self.policy_head(features), self.get_value(obs, features), self.aux_value_head(features).squeeze(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------- rollout
@@ -504,9 +502,8 @@ def update(
             history.append(metrics)
         if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
             break
-    deviations = [metrics["losses/ratio_deviation"] for metrics in history if "losses/ratio_deviation" in metrics]
     return mean_metrics(history) | {
-        "losses/initial_ratio_deviation": deviations[0],
+        "losses/initial_ratio_deviation": next(m for m in history if "losses/entropy" in m)["losses/ratio_deviation"],
         "losses/explained_variance": explained_variance(rollout.values, returns),
     }
 
@@ -634,6 +631,8 @@ def main(args: Args) -> Path:
             obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
 
             # ---- learn
+            first_phase = step <= args.n_pi * args.iteration_steps * world.world_size
+            agent.detach = args.arch == "detach" or (args.arch == "late-detach" and not first_phase)
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
@@ -644,6 +643,7 @@ def main(args: Args) -> Path:
 
             # ---- auxiliary phase
             phase.add(rollout, returns)
+            agent.detach = "detach" in args.arch
             if phase.full or step >= run.total_steps:
                 run.require_finite(step, metrics)  # before many passes are spent on a broken network
                 metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, partial(run.show, step), world)
