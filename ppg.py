@@ -8,7 +8,6 @@ on the value targets of all of them, while a KL penalty holds the policy near wh
 settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations from the paper and from CleanRL:
 
 1. `--total-timesteps` is rounded up to whole iterations; a run that ends in mid-phase closes with an auxiliary phase.
-   The learning-rate schedule ends where the run ends. `--anneal-lr` lowers the auxiliary optimiser's rate, too.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
 3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
    2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
@@ -22,7 +21,7 @@ settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations fro
 8. The paper has 4 processes with 64 environments (torchrun: four ranks). One process makes as many gradient steps in an
    iteration, at the same learning rate, on minibatches of a quarter of the size, as in CleanRL.
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
-   1, minibatches of whole environments, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
+   1, minibatches of whole rollouts, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
 """
 
 import math
@@ -83,7 +82,7 @@ class Args(RunArgs):
     learning_rate: NotNegative[float] = 5e-4
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
-    """lower the learning rate linearly to 0 over the run"""
+    """lower the learning rate of both phases linearly to 0 over the run"""
     adam_eps: NotNegative[float] = 1e-8
     """Adam's epsilon (eps)"""
     num_steps: Positive[int] = 256
@@ -93,7 +92,9 @@ class Args(RunArgs):
     gae_lambda: Fraction = 0.95
     """decay of generalised advantage estimation (lambda)"""
     num_minibatches: Positive[int] = 8
-    """minibatches, of whole environments, that a rollout is split into"""
+    """minibatches that a rollout is split into"""
+    whole_rollouts: bool = True
+    """minibatches of both phases are whole rollouts of a few environments, not random steps of all"""
     e_policy: Positive[int] = 1
     """passes over each rollout for the policy (E_pi)"""
     e_value: Positive[int] = 1
@@ -127,7 +128,7 @@ class Args(RunArgs):
     beta_clone: NotNegative[float] = 1.0
     """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
     num_aux_rollouts: Positive[int] = 4
-    """rollouts of one environment (T steps each) in a minibatch of the auxiliary phase"""
+    """size of a minibatch of the auxiliary phase, in rollouts of one environment (T steps each)"""
     num_aux_grad_accum: Positive[int] = 1
     """minibatches whose gradients the auxiliary phase accumulates before each step"""
 
@@ -158,8 +159,9 @@ class Args(RunArgs):
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
-        whole = f"--num-minibatches {self.num_minibatches} does not divide --num-envs {self.num_envs}: change one."
-        yield self.num_envs % self.num_minibatches == 0, whole
+        count, of = (self.num_envs, "environments") if self.whole_rollouts else (self.iteration_steps, "steps")
+        uneven = f"--num-minibatches {self.num_minibatches} does not divide the {count} {of} of a rollout: change one."
+        yield count % self.num_minibatches == 0, uneven
         single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
         yield self.num_minibatches < self.iteration_steps, single
 
@@ -460,10 +462,17 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
+def shuffled_steps(shape: tuple[int, int, int], whole_rollouts: bool, device: torch.device) -> Tensor:
+    """The steps 0 to K x T x N - 1 of rollouts [K, T, N], int64, in random order: single steps, or rollouts [T]."""
+    steps = torch.arange(math.prod(shape), device=device)
+    units = steps.view(shape).transpose(1, 2).flatten(0, 1) if whole_rollouts else steps
+    return units[torch.randperm(len(units), device=device)].flatten()
+
+
 def update(
     agent: Agent, optimizers: tuple, rollout: Rollout, advantages: Tensor, returns: Tensor, args: Args, world: World
 ) -> dict[str, Tensor]:
-    """Train on a rollout and its advantages and value targets [T, N], in minibatches of whole environments."""
+    """Train on a rollout and its advantages and value targets [T, N], in random minibatches. Returns mean metrics."""
 
     def policy_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
         _, logprobs, entropy, _ = agent.get_action_and_value(obs, actions)
@@ -488,9 +497,10 @@ def update(
         advantages = normalize_advantages(advantages, world)
     history = []
     for loss_of, optimizer in passes:
-        for batch in torch.randperm(args.num_envs, device=advantages.device).chunk(args.num_minibatches):
+        order = shuffled_steps((1, *advantages.shape), args.whole_rollouts, advantages.device)
+        for batch in order.chunk(args.num_minibatches):
             minibatch = [
-                x.index_select(1, batch).flatten(0, 1)  # four times as fast as [:, batch] for frames
+                x.flatten(0, 1).index_select(0, batch)  # six times as fast as [batch] for frames
                 for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
             ]
             if args.norm_adv == "minibatch":
@@ -565,31 +575,25 @@ def auxiliary_phase(
     agent: Agent, optimizer: Optimizer, phase: Phase, args: Args, show: Callable[[str], None], world: World
 ) -> dict[str, Tensor]:
     """Train encoder and value heads on the rollouts of a phase. Returns the means of the metrics."""
-    iterations, _, num_envs = phase.returns.shape
-    rollouts = torch.arange(iterations * num_envs, device=phase.returns.device)  # number k * N + n: iteration k, env n
-
-    def steps_of(batch: Tensor, x: Tensor) -> Tensor:  # [B x T, ...]
-        k, n = (batch // num_envs).to(x.device), (batch % num_envs).to(x.device)
-        return to_device(x[k, :, n].flatten(0, 1), rollouts.device)
+    obs, returns, device = phase.obs.flatten(0, 2), phase.returns.flatten(), phase.returns.device
 
     def loss_of(obs, old_params, returns):  # L^joint (aux_value_loss and kl_loss) and L^value (PPG, section 2)
         params, values, aux_values = agent.get_policy_and_values(obs)
         kl_loss = policy_kl(action_dist(agent.action_space, old_params), action_dist(agent.action_space, params)).mean()
-        aux_value_loss = 0.5 * ((aux_values - returns) ** 2).mean()
-        real_value_loss = 0.5 * ((values - returns) ** 2).mean()
+        aux_value_loss, real_value_loss = (0.5 * ((v - returns) ** 2).mean() for v in (aux_values, values))
         metrics = {"losses/aux/aux_value_loss": aux_value_loss, "losses/aux/real_value_loss": real_value_loss}
         return aux_value_loss + real_value_loss + args.beta_clone * kl_loss, metrics | {"losses/aux/kl_loss": kl_loss}
 
-    with torch.no_grad():
-        old_params = [agent.get_policy(steps_of(batch, phase.obs)) for batch in rollouts.split(args.num_aux_rollouts)]
-    old_params = torch.cat(old_params).unflatten(0, (len(rollouts), -1))  # [K x N, T, P]
     history, at_a_time = [], args.num_aux_rollouts * args.num_steps
+    with torch.no_grad():
+        old_params = torch.cat([agent.get_policy(to_device(part, device)) for part in obs.split(at_a_time)])
     for epoch in range(1, args.e_aux + 1):
-        order = rollouts[torch.randperm(len(rollouts), device=rollouts.device)]
-        for batch in order.split(args.num_aux_rollouts * args.num_aux_grad_accum):
+        order = shuffled_steps(phase.returns.shape, args.whole_rollouts, device)
+        for batch in order.split(at_a_time * args.num_aux_grad_accum):
             show(f"aux. phase {epoch}/{args.e_aux}")
-            minibatch = steps_of(batch, phase.obs), old_params[batch].flatten(0, 1), steps_of(batch, phase.returns)
             optimizer.zero_grad()  # drops the policy phase's last gradient, too
+            frames = obs.index_select(0, batch.to(obs.device))
+            minibatch = to_device(frames, device), old_params[batch], returns[batch]
             metrics = backward(loss_of, minibatch, args.micro_batch_size, world, at_most=at_a_time)
             metrics["losses/aux/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
             optimizer.step()

@@ -98,7 +98,9 @@ class Fork:
         return self.process.exitcode
 
     def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        """Send a signal; nothing happens if an earlier one has ended the process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
 
 def run_fork(files: list[Path], function: Callable, args: tuple) -> None:

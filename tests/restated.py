@@ -222,9 +222,17 @@ def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                 adam.descend(loss, rate, args.max_grad_norm)
 
 
+def units_of(rollouts: list[list], args: Any) -> list[list]:
+    """What PPG shuffles: whole rollouts of one environment, as OpenAI's code does, or single steps, as PPO does."""
+    if args.whole_rollouts:
+        return rollouts
+    by_time = (step for iteration in split(rollouts, args.num_envs) for step in zip(*iteration, strict=True))
+    return [[sample] for step in by_time for sample in step]
+
+
 def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
-    """PPG, algorithm 1: train `params`, in place. As in OpenAI's code, a minibatch has whole environments, and policy
-    and value have one loss and one Adam if they have as many passes, and else passes and an Adam of their own."""
+    """PPG, algorithm 1: train `params`, in place. As in OpenAI's code, policy and value have one loss and one Adam if
+    they have as many passes, and else passes and an Adam of their own."""
     adam, value_adam, aux_adam = (Adam(params, args.adam_eps) for _ in range(3))
     passes = ["both"] * args.e_policy
     if args.e_policy != args.e_value:
@@ -233,9 +241,10 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
     for i, (rollout, rate) in enumerate(iterations(history, args), start=1):
         arch = "shared" if args.arch == "late-detach" and i <= args.n_pi else args.arch
         samples = samples_of(params, rollout, args, arch)
+        units = units_of(samples, args)
         for learns in passes:
-            for envs in split(shuffled(samples, orders), len(samples) // args.num_minibatches):
-                minibatch, loss = [sample for env in envs for sample in env], 0.0
+            for drawn in split(shuffled(units, orders), len(units) // args.num_minibatches):
+                minibatch, loss = [sample for unit in drawn for sample in unit], 0.0
                 minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
                 if learns != "value":
                     loss = loss + mean(policy_loss(params, sample, args) for sample in minibatch)
@@ -254,8 +263,10 @@ def auxiliary_phase(
     """PPG, section 2: L^joint = L^aux + beta_clone KL(old policy || policy), and L^value, on a phase's samples."""
     with torch.no_grad():
         phase = [[(sample, policy_of(params, sample.obs)) for sample in samples] for samples in phase]
+    units = units_of(phase, args)
+    size = len(units) // len(phase) * args.num_aux_rollouts * args.num_aux_grad_accum
     for _ in range(args.e_aux):
-        for minibatch in split(shuffled(phase, orders), args.num_aux_rollouts * args.num_aux_grad_accum):
+        for minibatch in split(shuffled(units, orders), size):
             losses = []
             for sample, old_policy in (each for samples in minibatch for each in samples):
                 aux_value = linear(params, "aux_value_head", features_of(params, "encoder", sample.obs))[0]

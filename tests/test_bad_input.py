@@ -104,7 +104,8 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
         (impala, {"optimizer": "sgd"}, ["--optimizer sgd", "rmsprop, adam"]),
         (ppo, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, ONE_STEP, ["one step", "--num-minibatches"]),
-        (ppg, {"num_minibatches": 8}, ["--num-minibatches 8", "--num-envs 4"]),  # divides the batch, but not the envs
+        (ppg, {"num_minibatches": 24, "whole_rollouts": False}, ["--num-minibatches 24", "64 steps"]),
+        (ppg, {"num_minibatches": 8}, ["--num-minibatches 8", "4 environments"]),
         (impala, {"num_actors": 3}, ["--num-actors 3", "--num-envs 4"]),
         (impala, {"env_id": "coinrun,maze", "num_actors": 4}, ["--num-actors 4", "every game", "multiple of 8"]),
         (impala, {"num_minibatches": 49}, ["--num-minibatches 49", "draws 48 steps"]),
