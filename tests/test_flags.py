@@ -50,7 +50,7 @@ OTHERS = {
     "n_pi": (2, {}),
     "e_aux": (3, {}),
     "beta_clone": (0.0, {}),
-    "whole_rollouts": (False, {}),
+    "whole_rollouts": (True, {}),
     "num_aux_rollouts": (2, {}),
     "num_aux_grad_accum": (2, {}),
     "norm_adv": ("none", {}),

@@ -221,7 +221,8 @@ def test_presets_are_defaults():
     with pytest.raises(InputError, match="--preset 1997 is not known: use one of appo, paper"):
         impala.Args(preset="1997").validate()
     openai = ppg.Args(preset="paper", e_aux=3)
-    assert (openai.arch, openai.n_pi, openai.e_aux, openai.exp_name) == ("dual", 32, 3, "ppg-paper")
+    assert (openai.arch, openai.whole_rollouts, openai.n_pi, openai.e_aux) == ("dual", True, 32, 3)
+    assert openai.exp_name == "ppg-paper"
     assert command(openai, "ppg.py") == "python ppg.py --preset paper --e-aux 3"
 
 
