@@ -145,8 +145,8 @@ class Args(RunArgs):
     """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
 
     # ---- network
-    arch: Literal["late-detach", "detach", "dual", "shared"] = "detach"
-    """one encoder that the value trains in the first phase (late-detach), never (detach), always (shared); dual: two"""
+    arch: Literal["detach", "dual", "shared"] = "detach"
+    """detach: one encoder, no gradient from the value head; dual: a second encoder for it; shared: one for both"""
     feature_dim: Positive[int] = 256
     """width of the encoder's output"""
     hidden_dim: Positive[int] = 64
@@ -283,7 +283,7 @@ class Agent(nn.Module):
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
-        self.action_space, self.arch, self.detach = action_space, args.arch, "detach" in args.arch
+        self.action_space, self.arch = action_space, args.arch
         self.bf16 = args.precision == "bf16" and len(observation_space.shape or ()) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         if args.arch == "dual":
@@ -304,7 +304,7 @@ class Agent(nn.Module):
             features = self.encode(self.value_encoder, obs)
         elif features is None:
             features = self.encode(self.encoder, obs)
-        return self.value_head(features.detach() if self.detach else features).squeeze(-1)
+        return self.value_head(features.detach() if self.arch == "detach" else features).squeeze(-1)
 
     def get_policy(self, obs: Tensor) -> Tensor:
         """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
@@ -637,8 +637,6 @@ def main(args: Args) -> Path:
             obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
 
             # ---- learn
-            first_phase = step <= args.n_pi * args.iteration_steps * world.world_size
-            agent.detach = args.arch == "detach" or (args.arch == "late-detach" and not first_phase)
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
@@ -649,7 +647,6 @@ def main(args: Args) -> Path:
 
             # ---- auxiliary phase
             phase.add(rollout, returns)
-            agent.detach = "detach" in args.arch
             if phase.full or step >= run.total_steps:
                 run.require_finite(step, metrics)  # before many passes are spent on a broken network
                 metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, partial(run.show, step), world)

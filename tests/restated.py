@@ -59,10 +59,10 @@ def policy_of(params: Parameters, obs: Tensor) -> Tensor:
 
 
 def value_of(params: Parameters, obs: Tensor, arch: str) -> Tensor:
-    """V(obs). With `arch` "dual", the value has an encoder of its own, else it is a head on the policy's. Its gradient
-    ends there with "detach" and "late-detach" (PPG's variant with a single network), but not with "shared" (PPO)."""
+    """V(obs). With `arch` "dual", the value has an encoder of its own; with "shared" (as in PPO) and "detach", it is a
+    head on the policy's; with "detach", its gradient ends there (PPG's variant with a single network)."""
     features = features_of(params, "value_encoder" if arch == "dual" else "encoder", obs)
-    return linear(params, "value_head", features.detach() if "detach" in arch else features)[0]
+    return linear(params, "value_head", features.detach() if arch == "detach" else features)[0]
 
 
 # ---------------------------------------------------------------------------------------- advantages and value targets
@@ -165,23 +165,20 @@ class Adam:
     """Adam, algorithm 1, on `params`, whose tensors it replaces."""
 
     def __init__(self, params: Parameters, eps: float):
-        self.params, self.eps, self.t = params, eps, dict.fromkeys(params, 0)
+        self.params, self.eps, self.t = params, eps, 0
         self.m, self.v = ({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2))
 
     def descend(self, loss: Tensor, rate: float, max_grad_norm: float | None) -> None:
-        """Take one step, with a gradient whose L2 norm is scaled down to `max_grad_norm` (but for PyTorch's 1e-6), of
-        the parameters that the loss depends on."""
-        gradients = torch.autograd.grad(loss, list(self.params.values()), allow_unused=True)
-        gradients = {name: each for name, each in zip(self.params, gradients, strict=True) if each is not None}
-        norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients.values()))
+        """Take one step, with a gradient whose L2 norm is scaled down to `max_grad_norm` (but for PyTorch's 1e-6)."""
+        gradients = torch.autograd.grad(loss, list(self.params.values()), materialize_grads=True)
+        norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
         factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
-        for name, gradient in gradients.items():
-            self.t[name] += 1
+        self.t += 1
+        for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
             self.m[name] = 0.9 * self.m[name] + 0.1 * factor * gradient
             self.v[name] = 0.999 * self.v[name] + 0.001 * (factor * gradient) ** 2
-            m_hat, v_hat = self.m[name] / (1 - 0.9 ** self.t[name]), self.v[name] / (1 - 0.999 ** self.t[name])
-            step = rate * m_hat / (v_hat.sqrt() + self.eps)
-            self.params[name] = (self.params[name] - step).detach().requires_grad_()
+            m_hat, v_hat = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.999**self.t)
+            self.params[name] = (value - rate * m_hat / (v_hat.sqrt() + self.eps)).detach().requires_grad_()
 
 
 # --------------------------------------------------------------------------------------------------------- algorithms
@@ -239,8 +236,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
         passes = ["value"] * args.e_value + ["policy"] * args.e_policy
     phase, last = [], len(history[0]) // args.num_steps
     for i, (rollout, rate) in enumerate(iterations(history, args), start=1):
-        arch = "shared" if args.arch == "late-detach" and i <= args.n_pi else args.arch
-        samples = samples_of(params, rollout, args, arch)
+        samples = samples_of(params, rollout, args, args.arch)
         units = units_of(samples, args)
         for learns in passes:
             for drawn in split(shuffled(units, orders), len(units) // args.num_minibatches):
@@ -249,7 +245,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                 if learns != "value":
                     loss = loss + mean(policy_loss(params, sample, args) for sample in minibatch)
                 if learns != "policy":
-                    loss = loss + mean(value_loss(params, sample, args, arch) for sample in minibatch)
+                    loss = loss + mean(value_loss(params, sample, args, args.arch) for sample in minibatch)
                 (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
         phase += samples
         if i % args.n_pi == 0 or i == last:

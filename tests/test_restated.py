@@ -128,7 +128,7 @@ PPG = {
 
 
 @pytest.mark.parametrize("settings", PPG.values(), ids=PPG)
-@pytest.mark.parametrize("arch", ["late-detach", "detach", "dual", "shared"])
+@pytest.mark.parametrize("arch", ["detach", "dual", "shared"])
 def test_ppg(arch, settings, check):
     """A phase of two iterations, and another of one, which the end of the run cuts short.
 
