@@ -55,6 +55,7 @@ PUBLISHED = {
         "ppg-paper": ("ppg_paper_ppg_hard_all", "PPG, PPG paper"),
     },
 }
+DEFAULTS = ("ppo", "impala-appo", "ppg")  # folders of the scripts' defaults: the columns of README's table
 TEST = {"easy-200": "ppo_easy_200_test"}
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
 
@@ -186,24 +187,38 @@ def origins(protocol: Protocol) -> list[str]:
 
 
 def summary_table(protocol: Protocol) -> list[str]:
-    """README's table: means over seeds after half a million, one and two million steps, with the range over seeds."""
+    """README's table, a row a game: means over seeds of the scripts' defaults after one and two million steps, with the
+    range over seeds, beside published PPO, and since when PPG has been ahead of that."""
 
     def cell(scores: list[float]) -> str:
         spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
         return f"{mean(scores):.1f}{spread}" if scores else "-"
 
-    marks, columns, rows = ("0.5M", "1M", "2M"), ["run", "seeds"], []
+    algorithms, (published, _) = [each for each in DEFAULTS if each in protocol.runs], protocol.published("")
+    marks, columns, rows = ("1M", "2M"), ["game"], []
     for mark in marks:
-        columns += [f"{mark} steps", "published PPO"]
-    for algorithm, games in protocol.runs.items():
-        published = protocol.published("")[0]
-        for game, runs in sorted(games.items()):
-            cells = []
-            for steps in map(MARKS.get, marks):
-                ours = protocol.scores(algorithm, game, steps)
-                cells += [cell(ours), cell(published[game].scores(steps) if ours and game in published else [])]
-            rows.append([f"{readme.label(algorithm)} {game}", str(len(runs)), *cells])
-    return readme.markdown(columns, rows)
+        columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
+    for game in protocol.games:
+        cells = []
+        for steps in map(MARKS.get, marks):
+            cells.append(cell(published[game].scores(steps) if game in published else []))
+            cells += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
+        rows.append([game, *cells, ahead_since(protocol, "ppg", game)])
+    return readme.markdown([*columns, "PPG ahead of published PPO"], rows)
+
+
+def ahead_since(protocol: Protocol, algorithm: str, game: str) -> str:
+    """The first of the marks, a window apart, from which on the mean of an algorithm's runs is above the published."""
+    published, since, end = protocol.published("")[0].get(game), None, 0
+    while (
+        published and algorithm in protocol.runs and (ours := protocol.scores(algorithm, game, end + protocol.window()))
+    ):
+        end += protocol.window()
+        ahead = mean(ours) > mean(published.scores(end) or [math.inf])
+        since = (since or end) if ahead else None
+    if not end:
+        return "-"
+    return f"not by {end / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {end / 1e6:.1f}M"
 
 
 def interval(values: tuple[float, float, float]) -> str:
@@ -346,16 +361,10 @@ def commands(protocol: Protocol) -> list[str]:
 def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
     columns = min(count, 4)
     rows = math.ceil(count / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 3.3 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.4 * columns + 2, 2.2 * rows + 0.3), squeeze=False)
     for axis in axes.flat[count:]:
         axis.set_axis_off()
     return figure, list(axes.flat[:count])
-
-
-def describe(axis: plt.Axes, game: str) -> None:
-    axis.set_title(game, fontsize=10)
-    axis.set_xlabel("million steps")
-    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))  # clear of the curves
 
 
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
@@ -387,9 +396,7 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
                 continue
             longest = max(longest, ends[-1])
             values = np.array([smoothed(protocol, curve, ends) for curve in runs])
-            at_end = sum(curve.steps[-1] >= ends[-1] for curve in runs)
-            label = f"{readme.label(algorithm)} (n = {len(runs)}{f', {at_end} at the end' * (at_end < len(runs))})"
-            draw(axis, np.array(ends) / 1e6, values, color=colour, label=label)
+            draw(axis, np.array(ends) / 1e6, values, color=colour, label=readme.label(algorithm))
             label = f"{readme.label(algorithm)}, held-out"
             for evaluated in evaluations_of(protocol, algorithm, game).values():
                 axis.plot(np.array(evaluated.steps) / 1e6, evaluated.returns, "--", color=colour, lw=1, label=label)
@@ -399,10 +406,12 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
         for name, (published, style) in references.items():
             if game in published:
                 shown = published[game].steps <= longest + 2 * protocol.window()
-                returns = published[game].returns[:, shown]
-                draw(axis, published[game].steps[shown] / 1e6, returns, label=f"{name} (n = {len(returns)})", **style)
-        describe(axis, game)
-    axes[0].set_ylabel("return")
+                draw(axis, published[game].steps[shown] / 1e6, published[game].returns[:, shown], label=name, **style)
+        axis.set_title(game, fontsize=10)
+    legend = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(legend.values(), legend.keys(), fontsize=8, loc="outside right upper")
+    figure.supxlabel("million steps", fontsize=9)
+    figure.supylabel("return", fontsize=9)
     figures.save(figure, path)
 
 

@@ -315,7 +315,7 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
     write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
     text = made()
-    x, runs = drawn["PPO (n = 2, 1 at the end)"]
+    x, runs = drawn["PPO"]
     assert x[-1] == 31 * 32_768 / 1e6
     assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
     assert len(drawn["profile"]) == 2
@@ -324,16 +324,41 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
     assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
 
 
-def test_the_summary_has_a_row_for_each_game_and_script(tmp_path):
+def test_the_summary_has_a_row_for_each_game(tmp_path):
     for seed, value in ((1, 3.0), (2, 5.0)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
+    write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 1, 9.0)  # no default
     write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     (protocol,) = report.read_protocols(tmp_path)
-    first, second = table_rows("\n".join(report.summary_table(protocol)), "")[1:]
-    published = [curves.read_reference("ppo_easy_all")["starpilot"].scores(steps) for steps in (500_000, 1_000_000)]
-    half, one = (f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in published)
-    assert first == ["IMPALA (APPO) CartPole-v1", "1", "7.0", "-", "7.0", "-", "-", "-"]
-    assert second == ["PPO starpilot", "2", "4.0 (3.0 to 5.0)", half, "4.0 (3.0 to 5.0)", one, "-", "-"]
+    columns, first, second = table_rows("\n".join(report.summary_table(protocol)), "")
+    one, two = (curves.read_reference("ppo_easy_all")["starpilot"].scores(steps) for steps in (1_000_000, 2_000_000))
+    one, two = (f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (one, two))
+    assert columns[1:4] == ["published PPO, 1M", "PPO, 1M", "IMPALA (APPO), 1M"]
+    assert first == ["CartPole-v1", "-", "-", "7.0", "-", "-", "-", "-"]
+    assert second == ["starpilot", one, "4.0 (3.0 to 5.0)", "-", two, "-", "-", "-"]
+
+
+def test_since_when_ppg_is_ahead(tmp_path):
+    published = curves.read_reference("ppo_easy_all")["starpilot"]
+    marks = [131_072 * n for n in range(1, 8)]
+    ahead = [12e-6 * (mark - 65_536) > mean(published.scores(mark)) for mark in marks]
+    since = ahead.index(True)
+    assert 0 < since < 6
+    assert all(ahead[since:])
+    for game, value, slope in (
+        ("starpilot", 0.0, 12e-6),
+        ("bigfish", 5.0, 0.0),
+        ("maze", 6.0, -3e-6),
+        ("fruitbot", 0, 0),
+    ):
+        write_run(tmp_path, "easy-all", "ppg", game, 1, value, slope=slope, steps=marks[-1] + 99_999)
+    write_run(tmp_path, "easy-all", "ppg", "ninja", 1, 9.0, steps=100_000)  # too short for a mark
+    (protocol,) = report.read_protocols(tmp_path)
+    found = {row[0]: row[-1] for row in table_rows("\n".join(report.summary_table(protocol)), "")}
+    assert found["starpilot"] == f"from {marks[since] / 1e6:.1f}M to 0.9M"
+    assert found["bigfish"] == "from 0.1M to 0.9M"
+    assert found["maze"] == found["fruitbot"] == "not by 0.9M"  # ahead at first
+    assert found["ninja"] == "-"
 
 
 def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
