@@ -99,7 +99,9 @@ class Protocol:
 
     def scores(self, algorithm: str, game: str, mark: int) -> list[float]:
         """A number for each run that has got so far."""
-        runs = [curve for _, curve in sorted(self.runs[algorithm].get(game, {}).items()) if curve.steps[-1] >= mark]
+        runs = [
+            curve for _, curve in sorted(self.runs.get(algorithm, {}).get(game, {}).items()) if curve.steps[-1] >= mark
+        ]
         return [score for run in runs if not math.isnan(score := curves.score(run, mark, self.window(mark)))]
 
     def published(self, algorithm: str) -> tuple[dict[str, curves.Reference], str]:
@@ -209,11 +211,9 @@ def summary_table(protocol: Protocol) -> list[str]:
 
 def ahead_since(protocol: Protocol, algorithm: str, game: str) -> str:
     """The first of the marks, a window apart, from which on the mean of an algorithm's runs is above the published."""
-    published, since, end = protocol.published("")[0].get(game), None, 0
-    while (
-        published and algorithm in protocol.runs and (ours := protocol.scores(algorithm, game, end + protocol.window()))
-    ):
-        end += protocol.window()
+    published, since, end, window = protocol.published("")[0].get(game), None, 0, protocol.window()
+    while published and (ours := protocol.scores(algorithm, game, end + window)):
+        end += window
         ahead = mean(ours) > mean(published.scores(end) or [math.inf])
         since = (since or end) if ahead else None
     if not end:
