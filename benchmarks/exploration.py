@@ -23,6 +23,7 @@ import figures
 from collect import RESULTS, finished_run, write_curve
 from common.errors import InputError
 from common.files import ROOT
+from common.settings import Positive, check_limits
 from common.signals import one_line_errors
 from curves import Curve, read, score
 from figures import plt
@@ -48,7 +49,7 @@ VARIANTS = {  # flags of ppo.py, and the variant that a run starts from
 class Args:
     run: bool = False
     """make the runs of seeds that are not complete"""
-    seeds: int = 3
+    seeds: Positive[int] = 3
     """runs of each variant"""
 
 
@@ -118,6 +119,7 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
 
 
 def main(args: Args) -> None:
+    check_limits(args)
     if args.run:
         run(args.seeds)
     curves = {}

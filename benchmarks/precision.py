@@ -53,6 +53,9 @@ def add(run_dir: Path) -> Path:
     args, meta, curve = finished_run(run_dir)
     if args["exp_name"] not in MARKS:
         raise InputError(f"{run_dir} is a run of {args['exp_name']}: only {', '.join(MARKS)} have a mark here.")
+    steps, mark = int(curve.splitlines()[-1].split(",")[0]), MARKS[args["exp_name"]]
+    if steps < mark:
+        raise InputError(f"{run_dir} has made {steps} steps: the mark of {args['exp_name']} is {mark}.")
     target = FOLDER / args["exp_name"] / args["env_id"] / f"{args['precision']}-seed{args['seed']}.csv"
     write_curve(target, curve, meta)
     return target

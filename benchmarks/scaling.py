@@ -48,9 +48,9 @@ class Args:
     """auto, cpu or cuda"""
     repeats: Positive[int] = 3
     """measurements of each, in turn"""
-    num_steps: int = 32
+    num_steps: Positive[int] = 32
     """steps of each environment in an iteration"""
-    iterations: int = 4
+    iterations: Positive[int] = 4
     """iterations that count, after one to warm up"""
     from_csv: bool = False
     """measure nothing: make the table from the CSV that is there"""
@@ -89,14 +89,14 @@ def measure(args: Args, algorithm: str, ranks: int) -> float:
 
 def table(rows: list[dict[str, str]]) -> list[str]:
     """A row for each script and number of ranks: medians, and minimum and maximum in brackets."""
-    groups, lines = {}, []
+    groups, lines = {}, []  # groups: {(algorithm, ranks): {repeat: steps per second}}
     for row in rows:
-        groups.setdefault((row["algorithm"], int(row["ranks"])), []).append(row)
-    for (algorithm, ranks), group in groups.items():
+        speeds = groups.setdefault((row["algorithm"], row["ranks"]), {})
+        speeds[row["repeat"]] = float(row["steps_per_second"])
+    for (algorithm, ranks), speeds in groups.items():
         base = next(each for (name, _), each in groups.items() if name == algorithm)
-        speeds, others = ([float(row["steps_per_second"]) for row in each] for each in (group, base))
-        speedups = [mine / theirs for mine, theirs in zip(speeds, others, strict=True)]
-        lines.append([readme.label(algorithm), str(ranks), spread(speeds), spread(speedups, 2)])
+        speedups = [speed / base[repeat] for repeat, speed in speeds.items() if repeat in base]
+        lines.append([readme.label(algorithm), ranks, spread([*speeds.values()]), spread(speedups, 2)])
     return readme.markdown(["script", "ranks", "steps/s, all ranks", "x the first"], lines)
 
 

@@ -53,7 +53,7 @@ from common.device import resolve_device, resolve_precision
 from common.files import write_json
 from common.provenance import provenance
 from common.run import Run
-from common.settings import check_limits
+from common.settings import NotNegative, Positive, check_limits
 from common.signals import one_line_errors
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
@@ -78,9 +78,9 @@ class Args:
     """a Procgen game"""
     device: str = "auto"
     """auto, cpu or cuda"""
-    repeats: int = 3
+    repeats: NotNegative[int] = 3
     """measurements of each configuration, in turn"""
-    num_steps: int = 32
+    num_steps: Positive[int] = 32
     """steps of each environment in an iteration (on the CPU)"""
     sweeps: tuple[Literal[*SWEEPS], ...] = ()
     """also measure how the cost grows: num_envs (16 to 1024), env_groups, feature_dim (x1, x2, x4), threads"""

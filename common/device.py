@@ -74,9 +74,10 @@ def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: st
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would be a bus error later on
                 array = np.memmap(file, np.uint8, mode="r+", shape=(num_bytes,))
             return torch.from_numpy(array).view(dtype).view(shape)
-        if num_bytes > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
+        on_gpu = device.type == "cuda" and num_bytes <= torch.cuda.mem_get_info(device)[0] - GPU_RESERVE
+        if num_bytes > HOST_MEMORY and not on_gpu:  # Linux would grant it, and kill the process when it is filled
             raise InputError(f"{size} do not fit into memory: use --aux-frames disk, or {advice}")
-        if device.type == "cuda" and num_bytes > torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
+        if device.type == "cuda" and not on_gpu:
             print(f"note: {size} do not fit on {device}: they stay in host memory.", file=sys.stderr)
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         return torch.empty(shape, dtype=dtype, device=device)

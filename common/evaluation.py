@@ -98,7 +98,8 @@ class Evaluator:
         self.args, self.agent, self.games = args, agent, args.env_id.split(",")
         settings, seed = held_out_settings(args), group_seed(args.seed, EVALUATION)
         first = max(args.start_level, args.eval_start_level)
-        if first < min(args.start_level + args.num_levels, args.eval_start_level + args.eval_num_levels):
+        last = min(args.start_level + args.num_levels, args.eval_start_level + args.eval_num_levels)
+        if first < last or args.distribution_mode == "exploration":  # which has one level
             print("note: evaluations are on levels that the agent trains on: these are not held out", file=sys.stderr)
         num_envs, self.quota = share_episodes(args.eval_episodes, args.num_envs, self.games)
         self.held_out = HeldOut(make_envs(args.env_id, num_envs, seed=seed, **settings), seed, device)

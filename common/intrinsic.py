@@ -30,6 +30,7 @@ class RunningMoments(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
+        self.channels_last = len(shape) == 3 and shape[0] >= shape[2]  # as in the scripts' ImpalaCNN
         self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
@@ -44,7 +45,7 @@ class RunningMoments(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise observations [B, *shape] to float32 and clip them; frames become [B, C, H, W]."""
         x = ((x - self.mean.float()) / (self.var + 1e-8).sqrt().float()).clamp(-CLIP_OBS, CLIP_OBS)
-        return x.permute(0, 3, 1, 2) if x.dim() == 4 else x
+        return x.permute(0, 3, 1, 2) if self.channels_last else x
 
 
 def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
@@ -52,7 +53,7 @@ def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
     Weights are orthogonal with gain sqrt(2), biases 0."""
     layers, shape = [nn.LazyLinear(128), nn.LeakyReLU()], moments.mean.shape
     if len(shape) == 3:
-        a, b, c = ((8, 4, 0), (4, 2, 0), (3, 1, 0)) if min(shape[:2]) >= 36 else ((3, 2, 1),) * 3
+        a, b, c = ((8, 4, 0), (4, 2, 0), (3, 1, 0)) if sorted(shape)[1] >= 36 else ((3, 2, 1),) * 3
         layers = [nn.LazyConv2d(32, *a), nn.LeakyReLU(), nn.LazyConv2d(64, *b), nn.LeakyReLU()]
         layers += [nn.LazyConv2d(64, *c), nn.LeakyReLU(), nn.Flatten()]
     for size in sizes:

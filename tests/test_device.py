@@ -13,6 +13,7 @@ import torch
 import impala
 import ppg
 import ppo
+from common import device
 from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
 from common.errors import InputError
 from common.world import World
@@ -118,6 +119,11 @@ def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatc
     frame_store((3 * 10**9,), torch.uint8, cuda)
     assert made[-1]["pin_memory"]
     assert "3.0 GB of frames do not fit" in capsys.readouterr().err
+    monkeypatch.setattr(device, "HOST_MEMORY", 10**8)  # of a host that is smaller than its GPU
+    frame_store((10**9,), torch.uint8, cuda)
+    assert made[-1]["device"] == cuda
+    with pytest.raises(InputError, match="do not fit into memory"):
+        frame_store((3 * 10**9,), torch.uint8, cuda)
 
 
 def test_to_device_pins_what_goes_to_a_gpu(monkeypatch):

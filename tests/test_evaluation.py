@@ -185,6 +185,12 @@ def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, 
     assert ("these are not held out" in capsys.readouterr().err) == told
 
 
+def test_a_mode_of_one_level_has_none_held_out(capsys):
+    settings = {"env_id": "coinrun", "distribution_mode": "exploration", "eval_interval": 1, "eval_episodes": 1}
+    Evaluator(make_args(ppo, ".", **settings), None, CPU).close()
+    assert "these are not held out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("env_id", "num_envs", "episodes", "expected"),
     [("CartPole-v1", 8, 64, (8, 8)), ("CartPole-v1", 8, 3, (3, 1)), ("CartPole-v1", 8, 9, (8, 2)),

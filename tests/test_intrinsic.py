@@ -163,6 +163,15 @@ def test_rewards_are_of_each_step_and_go_on_across_episodes(kind, space):
     torch.testing.assert_close(made.model.moments.mean, moments.mean)
 
 
+def test_channels_may_come_first():
+    frames = torch.randint(0, 256, (5, 84, 80, 4))
+    last, first = intrinsic.RunningMoments((84, 80, 4)), intrinsic.RunningMoments((4, 84, 80))
+    last.update(frames)
+    first.update(frames.permute(0, 3, 1, 2))
+    torch.testing.assert_close(first(frames.permute(0, 3, 1, 2)), last(frames))
+    assert intrinsic.embedding(first, 8)[0].weight.shape == (32, 4, 8, 8)
+
+
 @KINDS
 @PPO_AND_PPG
 def test_advantages_are_joined(kind, script):
