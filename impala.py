@@ -14,7 +14,7 @@ scalable_agent; 6 and 7 apply to the default, `--preset appo`, alone:
 1. `--total-timesteps` is rounded up to whole batches. Unrolls in the queue when a run ends are dropped.
 2. The logs have every finished episode but those of dropped unrolls. Losses are means over all minibatches.
 3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as in PPO's runs.
+   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
 4. Vector observations go through an MLP, and are not normalised.
 5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
 6. After V-trace comes a pass like PPO's, without advantage normalisation or value clipping: many minibatches, with the

@@ -120,7 +120,7 @@ class Args(RunArgs):
     norm_reward: Literal["return", "none"] = "return"
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10, or do not"""
     norm_reward_gamma: Fraction | None = 0.99
-    """discount factor of that return; None for gamma"""
+    """discount factor of the return that --norm-reward return scales by; None for gamma"""
     n_pi: Positive[int] = 8
     """iterations in a policy phase (N_pi), whose frames are kept: 1.6 GB for 8 x 64 x 256 frames of Procgen"""
     aux_frames: Literal["memory", "disk"] = "memory"

@@ -104,7 +104,7 @@ class Args(RunArgs):
     norm_reward: Literal["return", "none"] = "return"
     """divide rewards by the running standard deviation of the discounted return and clip them to +-10, or do not"""
     norm_reward_gamma: Fraction | None = 0.99
-    """discount factor of that return; None for gamma"""
+    """discount factor of the return that --norm-reward return scales by; None for gamma"""
 
     # ---- intrinsic rewards
     intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
@@ -131,11 +131,9 @@ class Args(RunArgs):
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
-        yield (
-            self.iteration_steps % self.num_minibatches == 0,
-            f"--num-minibatches {self.num_minibatches} does not divide the batch of {self.num_envs} environments x "
-            f"{self.num_steps} steps = {self.iteration_steps}: change one of the three.",
-        )
+        count = self.iteration_steps
+        uneven = f"--num-minibatches {self.num_minibatches} does not divide the {count} steps of a rollout: change one."
+        yield count % self.num_minibatches == 0, uneven
         single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
         yield self.num_minibatches < self.iteration_steps, single
 
