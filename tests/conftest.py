@@ -29,13 +29,6 @@ class CountEnv(gym.Env):
         return np.array([self.count], np.float32), 1.0, False, False, {}
 
 
-class BlindEnv(CountEnv):
-    """CountEnv with a constructor that takes no `render_mode`."""
-
-    def __init__(self):
-        super().__init__()
-
-
 class DoubleEnv(CountEnv):
     """CountEnv with observations of type float64, as MuJoCo's."""
 
@@ -70,29 +63,9 @@ class BitsEnv(gym.Env):
 
     def step(self, action):
         assert self.action_space.contains(action), repr(action)
-        reward = self.reward(action)
+        reward = float((action == self.bits).mean())
         self.count += 1
         return self.show(), reward, self.count == 10, False, {}
-
-    def reward(self, action):
-        return float((action == self.bits).mean())
-
-
-class AimEnv(BitsEnv):
-    """A random point is shown; the reward is 1 less the mean distance of the action from it in each of two directions.
-
-    10 steps an episode. The best action that does not see the point, 0, earns 6 an episode.
-    """
-
-    observation_space = gym.spaces.Box(-0.8, 0.8, (2,), np.float32)
-    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-
-    def show(self):
-        self.point = self.np_random.uniform(-0.8, 0.8, 2).astype(np.float32)
-        return self.point
-
-    def reward(self, action):
-        return float(1 - np.abs(action - self.point).mean())
 
 
 class CueEnv(gym.Env):
@@ -160,17 +133,6 @@ class CrashEnv(CountEnv):
         return super().step(action)
 
 
-class OpaqueEnv(CountEnv):
-    """Keeps its state in an object of its own; counts its episodes in the observation."""
-
-    observation_space = gym.spaces.Box(0, 1000, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        _, info = super().reset(seed=seed)
-        self.world = [object()]
-        return np.array([self.np_random.integers(100)], np.float32), info
-
-
 class SpoiltEnv(CountEnv):
     """Gives a bad observation or reward in its 25th step, or a bad last observation in its 30th."""
 
@@ -200,14 +162,11 @@ class Glance(torch.nn.Module):
 
 
 gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
-gym.register("TestBlind-v0", BlindEnv, max_episode_steps=5)
 gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
-gym.register("TestAim-v0", AimEnv)
 gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
 gym.register("TestCue-v0", CueEnv)
 gym.register("TestLuck-v0", LuckEnv)
 gym.register("TestArm-v0", ArmEnv)
 gym.register("TestLast-v0", LastEnv)
 gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
-gym.register("TestOpaque-v0", OpaqueEnv, max_episode_steps=5)
 gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)

@@ -29,22 +29,15 @@ def small_args(script, runs_dir: Path, sizes: dict[str, Any], /, **settings):
 
 
 class Silent:
-    """Stands in for common.run.Run where one part of a script is under test; keeps the steps it is told of."""
+    """Stands in for common.run.Run where one part of a script is under test; keeps the episodes it is told of."""
 
     world_size = 1
 
     def __init__(self):
-        self.steps, self.finished = [], []
+        self.finished = []
 
     def episodes(self, step, infos, first_env=0):
-        self.steps.append(step)
         self.finished += [(step, first_env + env, *rest) for env, *rest in finished_episodes(infos)]
-
-    def show(self, step, phase):
-        pass
-
-    def show_phase(self, phase):
-        pass
 
 
 def estimates(rollout, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -317,12 +317,6 @@ def test_gymnasium_time_limit():
     reference.close()
 
 
-def test_gymnasium_task_that_cannot_render():
-    envs = make_envs("TestBlind-v0", 2, seed=0)
-    assert envs.reset()[0].tolist() == [[0], [0]]
-    envs.close()
-
-
 # --------------------------------------------------------------------------------------------------------- normaliser
 
 

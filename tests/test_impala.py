@@ -96,24 +96,6 @@ def test_update_follows_the_gradient_of_the_weighted_sum(space, use_lstm):
 
 
 @quick
-@SPACES
-@pytest.mark.parametrize("use_lstm", [False, True])
-def test_the_entropy_bonus_raises_the_entropy(space, use_lstm):
-    """Alone, without rewards and values."""
-    bonus = {"ent_coef": 1.0, "vf_coef": 0.0, "max_grad_norm": None}
-    agent, args = agent_and_args(space, use_lstm=use_lstm, num_minibatches=1, sample_fraction=1, **bonus)
-    agent.value_head.weight.data.zero_()
-    batch, entropies = random_unrolls(agent, space), []
-    batch = batch._replace(rewards=torch.zeros(6, 4), truncation_values=torch.zeros(6, 4))
-    for _ in range(2):
-        with torch.no_grad():
-            params, _ = agent.unroll(batch.obs, batch.state, batch.dones)
-        entropies.append(impala.action_dist(space, params[:-1]).entropy().mean().item())
-        impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.3), batch, args, WORLD)
-    assert entropies[1] > entropies[0] + 1e-3
-
-
-@quick
 def test_a_reward_for_the_last_step_alone_is_kept():
     """TestLast-v0 pays 1 for step 3, the end of its episode, and nothing else."""
     envs = make_envs("TestLast-v0", 2, seed=0)

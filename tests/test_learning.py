@@ -16,7 +16,7 @@ from common.accelerate import accelerate
 from common.device import resolve_precision
 from common.learning import backward, mean_metrics, micro_batches
 from common.world import World
-from helpers import ALL, PPO_AND_PPG, Silent, estimates
+from helpers import ALL, PPO_AND_PPG, estimates
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
@@ -65,7 +65,7 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, p
         if script is ppg:
             obs, returns = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
             phase = SimpleNamespace(obs=obs, returns=returns)
-            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, Silent().show_phase, WORLD)
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
     return parameters_to_vector(agent.parameters()).detach() - start, {
         tag: float(value) for tag, value in metrics.items()
     }

@@ -16,7 +16,6 @@ import ppo
 from helpers import ALL, PPO_AND_PPG
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
 COMMON = Path(__file__).parent.parent / "common"
 
 
@@ -195,19 +194,6 @@ def test_widths(script):
     assert vectors.encoder[0].weight.shape == (40, 7)
     assert vectors.encoder(torch.zeros(2, 7)).shape == (2, 24)
     assert frames.encoder(torch.zeros(2, 64, 64, 3, dtype=torch.uint8)).shape == (2, 24)
-
-
-@PPO_AND_PPG
-def test_bf16_is_close_and_leaves_the_heads_in_float32(script):
-    agents = []
-    for precision in ("fp32", "bf16"):
-        torch.manual_seed(0)
-        agents.append(script.Agent(SMALL, gym.spaces.Discrete(15), script.Args(precision=precision)))
-    frames = torch.randint(0, 256, (8, *SMALL.shape), dtype=torch.uint8)
-    exact, rounded = (agent.get_value(frames) for agent in agents)
-    assert exact.dtype == rounded.dtype == torch.float32
-    assert not torch.equal(exact, rounded)
-    torch.testing.assert_close(exact, rounded, rtol=0.05, atol=0.05)
 
 
 @PPO_AND_PPG

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ppg
-from helpers import Silent
 from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, kl_by_definition, make_agent
 
 quick = pytest.mark.quick
@@ -81,7 +80,7 @@ def test_auxiliary_phase_follows_the_gradient_of_its_losses(arch, space):
             parameter.data -= 0.3 * parameter.grad if parameter.grad is not None else 0
 
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.3)
-    metrics = ppg.auxiliary_phase(agent, optimizer, phase, args, Silent().show_phase, WORLD)
+    metrics = ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
     for name, expected in twin.named_parameters():
         torch.testing.assert_close(agent.get_parameter(name), expected, rtol=1e-9, atol=1e-12, msg=name)
     means = torch.tensor(losses, dtype=torch.float64).mean(0).tolist()
@@ -101,7 +100,7 @@ def test_rollouts_in_memory_at_a_time(num_aux_rollouts, num_aux_grad_accum, step
     monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: made.append(None))
-    ppg.auxiliary_phase(agent, optimizer, random_phase(1, 3), args, Silent().show_phase, WORLD)
+    ppg.auxiliary_phase(agent, optimizer, random_phase(1, 3), args, str, WORLD)
     assert sizes == {1: [T, T, T], 2: [2 * T, T], 3: [3 * T]}[num_aux_rollouts] * args.e_aux
     assert len(made) == steps * args.e_aux
 
