@@ -1,8 +1,9 @@
 """Copy the curves of finished runs to where the documents' numbers come from.
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
+    python benchmarks/collect.py runs/* --results my_results        # report.py --results my_results draws them
 
-Each run folder becomes benchmarks/results/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
+Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
 last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine, seconds of the run without its pauses)
 stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-interval.
@@ -27,15 +28,15 @@ from common.signals import one_line_errors
 RESULTS = Path(__file__).parent / "results"
 
 
-def collect(run_dir: Path) -> Path:
-    """Copy one run's curve; return the CSV written.
+def collect(run_dir: Path, results: Path) -> Path:
+    """Copy one run's curve to a folder of `results`; return the CSV written.
 
     Raises InputError for a run that has not ended, or whose settings differ from those of the seeds already there.
     """
     args, meta, curve = finished_run(run_dir)
     levels = args["num_levels"] or "all"
     algorithm, game = (re.sub(r"/|^\.*$", "-", args[name]) for name in ("exp_name", "env_id"))  # names of folders
-    folder = RESULTS / f"{args['distribution_mode']}-{levels}" / algorithm / game
+    folder = results / f"{args['distribution_mode']}-{levels}" / algorithm / game
     for neighbour in folder.glob("*.meta.json"):
         theirs = json.loads(neighbour.read_text())["command"]
         if same_settings(theirs) != same_settings(meta["command"]):
@@ -99,12 +100,14 @@ def same_settings(command: str) -> list[list[str]]:
 class Args:
     run_dirs: tyro.conf.Positional[tuple[Path, ...]]
     """folders of finished runs"""
+    results: Path = RESULTS
+    """where the curves go"""
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        run_dirs = tyro.cli(Args).run_dirs
-        if not run_dirs:
+        args = tyro.cli(Args)
+        if not args.run_dirs:
             raise InputError("no run folder is named: name those of the runs to collect.")
-        for run_dir in run_dirs:
-            print(collect(run_dir))
+        for run_dir in args.run_dirs:
+            print(collect(run_dir, args.results))

@@ -348,10 +348,10 @@ def commands(protocol: Protocol) -> list[str]:
             command = f"{re.sub(r' --seed [0-9]+', '', command)} --seed $seed"
             command = f"for seed in {' '.join(map(str, metas))}; do {command}; done"
         commits = [str(meta["commit"])[:7] + " with changes" * bool(meta["dirty"]) for meta in metas.values()]
-        lines += [
-            f"# {readme.label(folder.parent.name)} {folder.name} (made at {', '.join(dict.fromkeys(commits))})",
-            command,
-        ]
+        origin = f"made at {', '.join(dict.fromkeys(commits))}"
+        notes = {seed: meta.get("note", "") for seed, meta in metas.items()}
+        ends = [f"; seed {seed} {note}" for seed, note in notes.items() if note.startswith("stopped")]
+        lines += [f"# {readme.label(folder.parent.name)} {folder.name} ({origin}{''.join(ends)})", command]
     return lines
 
 

@@ -29,62 +29,62 @@ from common.errors import InputError
 from common.run import Run
 from common.settings import parse
 from fast import Fork, run_script, small_networks
+from helpers import read_csv
 from ranks import Ranks
 
 
-def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
+def test_collect_copies_a_curve_and_its_origin(tmp_path):
+    results = tmp_path / "results"
     args = ppo.Args(
         env_id="maze", num_levels=200, num_envs=4, num_steps=2, num_minibatches=2, total_timesteps=16, seed=3,
         runs_dir=str(tmp_path / "runs"), device="cpu",
     )  # fmt: skip
     with small_networks():
         run_dir = ppo.main(args)
-    target = collect.collect(run_dir)
-    assert target == tmp_path / "results" / "easy-200" / "ppo" / "maze" / "seed3.csv"
-    with target.open() as file:
-        rows = list(csv.DictReader(file))
+    target = collect.collect(run_dir, results)
+    assert target == results / "easy-200" / "ppo" / "maze" / "seed3.csv"
+    rows = read_csv(target)
     assert [row["step"] for row in rows] == ["8", "16"]
     assert float(rows[-1]["seconds"]) == json.loads((target.parent / "seed3.meta.json").read_text())["seconds"]
     assert "--num-levels 200" in json.loads((target.parent / "seed3.meta.json").read_text())["command"]
-    assert collect.collect(run_dir) == target  # the same run again changes nothing
+    assert collect.collect(run_dir, results) == target  # the same run again changes nothing
     curve = (run_dir / "progress.csv").read_text()
     (run_dir / "progress.csv").write_text(curve.replace("\n16,", "\n17,"))
     with pytest.raises(InputError, match=r"seed3\.csv holds another run"):
-        collect.collect(run_dir)
+        collect.collect(run_dir, results)
     (run_dir / "progress.csv").write_text(curve[: curve.index("\n16,")])
     with pytest.raises(InputError, match="8 of 16 steps"):
-        collect.collect(run_dir)
+        collect.collect(run_dir, results)
     (run_dir / "progress.csv").write_text(curve)
     meta = (run_dir / "meta.json").read_text()
     killed = json.loads(meta) | {"finished": None}  # in its last evaluation
     (run_dir / "meta.json").write_text(json.dumps(killed))
     with pytest.raises(InputError, match="let it end first"):
-        collect.collect(run_dir)
+        collect.collect(run_dir, results)
     for name in ("meta.json", "args.json"):
         (run_dir / name).unlink()
         with pytest.raises(InputError, match=f"is no run folder: it has no readable {name}"):
-            collect.collect(run_dir)
+            collect.collect(run_dir, results)
 
 
-def test_collect_does_not_mix_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
+def test_collect_does_not_mix_settings(tmp_path):
+    results = tmp_path / "results"
     small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32, "runs_dir": str(tmp_path)}
     first, other_seed, other_rate = (
         ppo.main(ppo.Args(env_id="CartPole-v1", **small, **settings))
         for settings in ({}, {"seed": 2}, {"seed": 3, "learning_rate": 1e-4})
     )
-    assert collect.collect(first).parent == collect.collect(other_seed).parent
+    assert collect.collect(first, results).parent == collect.collect(other_seed, results).parent
     with pytest.raises(InputError, match="other settings"):
-        collect.collect(other_rate)
+        collect.collect(other_rate, results)
 
 
 @pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("..", "-"), ("", "-"), ("a/b.5", "a-b.5")])
 def test_collect_stays_among_the_results(exp_name, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
+    results = tmp_path / "results"
     args = {"distribution_mode": "easy", "num_levels": 0, "exp_name": exp_name, "env_id": "maze", "seed": 1}
     monkeypatch.setattr(collect, "finished_run", lambda run_dir: (args, {"command": "python ppo.py"}, "curve"))
-    assert collect.collect(tmp_path) == tmp_path / "results" / "easy-all" / folder / "maze" / "seed1.csv"
+    assert collect.collect(tmp_path, results) == results / "easy-all" / folder / "maze" / "seed1.csv"
 
 
 def test_collect_compares_what_makes_a_run():
@@ -268,8 +268,7 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     args = throughput.Args(algorithms=("ppo",), configurations=("plain", "default"), repeats=2, device="cpu")
     args.out = tmp_path
     throughput.main(args)
-    with (tmp_path / "cpu.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "cpu.csv")
     assert [(row["sweep"], row["configuration"]) for row in rows] == [("", "default")] * 2 + [("memory", "default")]
     output = capsys.readouterr().out
     assert "[1/5] ppo plain: failed (RuntimeError('killed'))" in output
@@ -363,6 +362,9 @@ def test_precision_from_run_folders_to_table(tmp_path, monkeypatch):
     (last / "args.json").write_text((last / "args.json").read_text().replace('"exp_name": "ppo"', '"exp_name": "mine"'))
     with pytest.raises(InputError, match="is a run of mine: only ppo have a mark here"):
         precision.add(last)
+    monkeypatch.setattr(precision, "MARKS", {"ppo": 1024})
+    with pytest.raises(InputError, match="has made 512 steps: the mark of ppo is 1024"):
+        precision.add(runs[0])
     assert (tmp_path / "precision" / "precision.png").stat().st_size > 5000
 
 
@@ -385,8 +387,7 @@ def test_scaling_runs_one_process_and_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "subprocess", SimpleNamespace(run=run_here))
     small = {"env_id": "CartPole-v1", "repeats": 1, "num_steps": 4, "iterations": 2, "device": "cpu"}
     scaling.main(scaling.Args(algorithms=("impala",), **small, out=tmp_path))
-    with (tmp_path / "cpu.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "cpu.csv")
     assert [(row["ranks"], float(row["steps_per_second"]) > 0) for row in rows] == [("1", True), ("2", True)]
     assert "| IMPALA (APPO) | 2 |" in (tmp_path / "cpu.md").read_text()
 
@@ -397,6 +398,7 @@ def test_scaling_runs_one_process_and_two_ranks(tmp_path, monkeypatch):
         ({"algorithms": ("dqn",)}, "--algorithms dqn is not known"),
         ({"ranks": (1, 0)}, "--ranks 0"),
         ({"repeats": 0}, "--repeats 0"),
+        ({"iterations": 0}, "--iterations 0"),
     ],
 )
 def test_scaling_refuses_what_cannot_work(settings, words, tmp_path):
@@ -405,11 +407,12 @@ def test_scaling_refuses_what_cannot_work(settings, words, tmp_path):
 
 
 def test_scaling_compares_in_each_round():
-    speeds = {("ppo", "1"): (100, 200), ("ppo", "2"): (150, 360)}
+    """In those that have both: a measurement may have been stopped."""
+    speeds = {("ppo", "1"): (100, 200, 300), ("ppo", "2"): (150, 360)}
     rows = [
-        {"algorithm": algorithm, "ranks": ranks, "steps_per_second": str(speed)}
+        {"algorithm": algorithm, "ranks": ranks, "repeat": str(repeat), "steps_per_second": str(speed)}
         for (algorithm, ranks), values in speeds.items()
-        for speed in values
+        for repeat, speed in enumerate(values)
     ]
     *_, last = scaling.table(rows)
     assert last == "| PPO | 2 | 255 [150, 360] | 1.65 [1.50, 1.80] |"

@@ -121,7 +121,7 @@ def test_scripts_of_ones_own_are_in_the_matrix(ideas, monkeypatch):
         assert all(log.parent == ideas and re.match(r"\w", log.name) for log in logs)
 
 
-def test_a_script_of_ones_own_is_run_once(ideas, tmp_path, in_process, monkeypatch):
+def test_a_script_of_ones_own_is_run_once(ideas, tmp_path, in_process):
     """It finds `common/`, takes no other script's run for its own, and its curve can be collected."""
     runs = tmp_path / "runs"
     launcher.main(make_args(runs))
@@ -132,10 +132,10 @@ def test_a_script_of_ones_own_is_run_once(ideas, tmp_path, in_process, monkeypat
     assert [job.state for job in jobs] == ["done", "done"]
     assert len({job.path for job in jobs}) == 2
     for number, job in enumerate(jobs):
-        monkeypatch.setattr(collect, "RESULTS", tmp_path / f"results{number}")
-        assert collect.collect(job.path) == collect.RESULTS / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
+        results = tmp_path / f"results{number}"
+        assert collect.collect(job.path, results) == results / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
     with pytest.raises(InputError, match="has other settings"):
-        collect.collect(jobs[0].path)
+        collect.collect(jobs[0].path, results)
 
 
 @pytest.mark.parametrize(

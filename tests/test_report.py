@@ -414,33 +414,33 @@ def test_marks_are_found_in_the_document_that_has_them(tmp_path):
         readme.fill((first,), "report", "text\n")
 
 
-def test_collect_keeps_evaluations(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "RESULTS", tmp_path / "results")
+def test_collect_keeps_evaluations(tmp_path):
+    results = tmp_path / "results"
     args = ppo.Args(
         env_id="CartPole-v1", num_envs=4, num_steps=16, num_minibatches=2, total_timesteps=128, eval_interval=64,
         eval_episodes=4, runs_dir=str(tmp_path / "runs"), device="cpu",
     )  # fmt: skip
     run_dir = ppo.main(args)
-    target = collect.collect(run_dir)
+    target = collect.collect(run_dir, results)
     assert target.with_suffix(".eval.csv").read_text() == (run_dir / "eval.csv").read_text()
     assert report.read_evaluations(target.with_suffix(".eval.csv")).steps == [64, 128]
     for name in ("eval.csv", "progress.csv"):
         text = (run_dir / name).read_text()
         (run_dir / name).write_text(text.splitlines()[0] + "\n")
         with pytest.raises(InputError, match=f"{name} has no rows"):
-            collect.collect(run_dir)
+            collect.collect(run_dir, results)
         (run_dir / name).unlink()
         with pytest.raises(InputError, match=f"{name} cannot be read"):
-            collect.collect(run_dir)
+            collect.collect(run_dir, results)
         (run_dir / name).write_text(text)
-    collect.collect(run_dir)
+    collect.collect(run_dir, results)
     target.unlink()  # another run of this seed takes its place: its evaluations must not be these
     plain = ppo.main(replace(args, eval_interval=0))
     with pytest.raises(InputError, match=r"seed1\.eval\.csv is of another run"):
-        collect.collect(plain)
+        collect.collect(plain, results)
     assert not target.exists()
     target.with_suffix(".eval.csv").unlink()
-    assert collect.collect(plain) == target
+    assert collect.collect(plain, results) == target
 
 
 # -------------------------------------------------------------------------------------------------------- TensorBoard
