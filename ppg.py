@@ -82,7 +82,7 @@ class Args(RunArgs):
     total_timesteps: Positive[int] = 25_000_000
     """environment steps of the run; rounded up to whole iterations"""
     learning_rate: NotNegative[float] = 5e-4
-    """step size of the optimizer (alpha)"""
+    """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate of both phases linearly to 0 over the run"""
     adam_eps: NotNegative[float] = 1e-8
@@ -127,6 +127,8 @@ class Args(RunArgs):
     """where these frames are kept: in memory (a GPU's if they fit, else the host's), or in a file in --runs-dir"""
     e_aux: Positive[int] = 3
     """passes over the rollouts of a phase in the auxiliary phase (E_aux)"""
+    aux_learning_rate: NotNegative[float] = 5e-4
+    """step size of the auxiliary phase's optimizer"""
     beta_clone: NotNegative[float] = 1.0
     """weight of the KL divergence from the old policy in the auxiliary phase (beta_clone)"""
     num_aux_rollouts: Positive[int] = 4
@@ -617,7 +619,7 @@ def main(args: Args) -> Path:
         accelerate(agent, args.accelerate)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         value_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
-        aux_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
+        aux_optimizer = Adam(agent.parameters(), args.aux_learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, epochs=args.e_value)
@@ -629,9 +631,10 @@ def main(args: Args) -> Path:
         step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
 
         while step < run.total_steps:
-            learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
-            for each in (optimizer, value_optimizer, aux_optimizer):
-                each.param_groups[0]["lr"] = learning_rate
+            left = 1 - step / run.total_steps if args.anneal_lr else 1
+            learning_rate = args.learning_rate * left
+            optimizer.param_groups[0]["lr"] = value_optimizer.param_groups[0]["lr"] = learning_rate
+            aux_optimizer.param_groups[0]["lr"] = args.aux_learning_rate * left
 
             # ---- collect
             obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)

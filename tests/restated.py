@@ -197,26 +197,27 @@ def shuffled(items: list, orders: Iterator[list[int]]) -> list:
 
 
 def iterations(history: list[list[Step]], args: Any) -> Iterator[tuple[list[list[Step]], float]]:
-    """Each iteration's rollout, with scaled rewards, and learning rate. `history` has the steps of each environment."""
+    """Each iteration's rollout, with scaled rewards, and what is left of the learning rate. `history` has the steps of
+    each environment."""
     scale, count = RewardScale(len(history), args.norm_reward_gamma), len(history[0]) // args.num_steps
     for i, rollout in enumerate(zip(*(split(steps, args.num_steps) for steps in history), strict=True)):
         yield (
             scale(rollout) if args.norm_reward == "return" else rollout,
-            args.learning_rate * (1 - i / count if args.anneal_lr else 1),
+            1 - i / count if args.anneal_lr else 1.0,
         )
 
 
 def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
     """PPO, algorithm 1: train `params`, in place."""
     adam = Adam(params, args.adam_eps)
-    for rollout, rate in iterations(history, args):
+    for rollout, left in iterations(history, args):
         by_time = zip(*samples_of(params, rollout, args, "shared"), strict=True)
         samples = [sample for step in by_time for sample in step]  # step 0 of all environments, then step 1, ...
         for _ in range(args.update_epochs):
             for minibatch in split(shuffled(samples, orders), len(samples) // args.num_minibatches):
                 minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
                 loss = mean(policy_loss(params, s, args) + value_loss(params, s, args, "shared") for s in minibatch)
-                adam.descend(loss, rate, args.max_grad_norm)
+                adam.descend(loss, args.learning_rate * left, args.max_grad_norm)
 
 
 def units_of(rollouts: list[list], args: Any) -> list[list]:
@@ -235,7 +236,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
     if args.e_policy != args.e_value:
         passes = ["value"] * args.e_value + ["policy"] * args.e_policy
     phase, last = [], len(history[0]) // args.num_steps
-    for i, (rollout, rate) in enumerate(iterations(history, args), start=1):
+    for i, (rollout, left) in enumerate(iterations(history, args), start=1):
         samples = samples_of(params, rollout, args, args.arch)
         units = units_of(samples, args)
         for learns in passes:
@@ -246,10 +247,11 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                     loss = loss + mean(policy_loss(params, sample, args) for sample in minibatch)
                 if learns != "policy":
                     loss = loss + mean(value_loss(params, sample, args, args.arch) for sample in minibatch)
+                rate = args.learning_rate * left
                 (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
         phase += samples
         if i % args.n_pi == 0 or i == last:
-            auxiliary_phase(params, aux_adam, phase, orders, rate, args)
+            auxiliary_phase(params, aux_adam, phase, orders, args.aux_learning_rate * left, args)
             phase = []
 
 

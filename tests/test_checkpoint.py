@@ -824,6 +824,7 @@ def test_init_from_starts_a_new_run_with_old_weights(script, source, run_copy, t
     path = run_copy(script)
     file = {"folder": path, "model": path / "model.pt", "checkpoint": checkpoint.checkpoint_files(path)[0]}[source]
     changes = {"learning_rate": 0.0, "anneal_lr": False, "num_steps": 16, "total_timesteps": 6 * 64}
+    changes |= {"aux_learning_rate": 0.0} if script is ppg else {}
     new = script.main(game_args(script, tmp_path / "new", init_from=str(file), **changes))
     assert same(parameters(new), parameters(path))
     episodes = [[row for row in deterministic_files(each) if "env" in row] for each in (new, path)]

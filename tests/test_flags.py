@@ -35,6 +35,7 @@ OTHERS = {
     "num_steps": (16, {}),
     "learning_rate": (0.02, {}),
     "anneal_lr": (True, {}),
+    "aux_learning_rate": (0.02, {}),
     "adam_eps": (0.1, {}),
     "rmsprop_eps": (0.1, {"optimizer": "rmsprop"}),
     "optimizer": ("rmsprop", {}),
@@ -146,10 +147,10 @@ def test_optimizers_have_their_settings(script, tmp_path, monkeypatch):
         monkeypatch.setattr(
             script, name, lambda *args, kind=kind, made=made, **more: made.append(kind(*args, **more)) or made[-1]
         )
-        learnt(script, tmp_path, optimizer=name.lower(), learning_rate=0.003, **{flag: 0.07})
-        assert made
-        for optimizer in made:
-            assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.003, 0.07)
+        rates = {"learning_rate": 0.003, "aux_learning_rate": 0.004}
+        learnt(script, tmp_path, optimizer=name.lower(), **rates, **{flag: 0.07})
+        assert {each.param_groups[0]["eps"] for each in made} == {0.07}
+        assert [each.param_groups[0]["lr"] for each in made] == ([0.003, 0.003, 0.004] if script is ppg else [0.003])
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

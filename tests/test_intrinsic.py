@@ -288,6 +288,7 @@ def test_fine_tuning_keeps_or_resets_the_heads(script, tmp_path, capfd):
     source = script.main(make_args(script, tmp_path / "pretrained", **settings))
     weights = parameters(source)
     frozen = {"learning_rate": 0.0, "anneal_lr": False, "total_timesteps": 32}
+    frozen |= {"aux_learning_rate": 0.0} if script is ppg else {}
     fresh = parameters(script.main(make_args(script, tmp_path / "fresh", **frozen)))
     heads = {name for name in weights if "_head." in name}
     policy = {name for name in heads if name.startswith("policy_head.")}

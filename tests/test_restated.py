@@ -121,6 +121,7 @@ PPG = {
     "whole rollouts": {"whole_rollouts": True},
     "more passes for the value": {"e_value": 3, "norm_adv": "minibatch", "clip_coef_vf": 0.2, "num_minibatches": 4},
     "more passes for the policy": {"e_policy": 2, "anneal_lr": True, "vf_coef": 2.0, "ent_coef": 0.1},
+    "slower policy": {"learning_rate": 0.01, "aux_learning_rate": 0.02, "anneal_lr": True},
     "KL variant": {"kl_penalty": 2.0, "e_policy": 2, "e_value": 2, "beta_clone": 3.0, "max_grad_norm": 0.05},
     "accumulation": {"num_aux_rollouts": 1, "num_aux_grad_accum": 3, "norm_adv": "none", "micro_batch_size": 3},
     "accumulation of whole rollouts": {"num_aux_rollouts": 1, "num_aux_grad_accum": 3, "whole_rollouts": True},

@@ -251,7 +251,7 @@ LIMITS = {
     },
     settings.NotNegative: {
         *("learning_rate", "adam_eps", "ent_coef", "vf_coef", "intrinsic_coef", "eval_interval", "num_actors"),
-        *("checkpoint_interval", "beta_clone", "rmsprop_eps", "num_levels", "start_level"),
+        *("aux_learning_rate", "checkpoint_interval", "beta_clone", "rmsprop_eps", "num_levels", "start_level"),
         *("eval_num_levels", "eval_start_level"),
     },
     settings.Fraction: {

@@ -108,7 +108,7 @@ def test_solves_cartpole(script, tmp_path):
 def test_improves_pendulum(script, tmp_path):
     """A random policy scores about -1200, a good one better than -200."""
     settings = {"num_envs": 16, "num_steps": 128, "total_timesteps": 300_000, "learning_rate": 1e-3, "ent_coef": 0.0}
-    settings |= {"e_policy": 4, "e_value": 4} if script is ppg else {"update_epochs": 10}
+    settings |= {"e_policy": 4, "e_value": 4, "aux_learning_rate": 1e-3} if script is ppg else {"update_epochs": 10}
     assert learnt(script, tmp_path, "Pendulum-v1", 0.9, **settings) > -400
 
 
@@ -116,4 +116,5 @@ def test_improves_pendulum(script, tmp_path):
 def test_learns_multibinary_actions(script, tmp_path):
     """TestBits-v0 pays 5 a episode for random bits and 10 for the right ones."""
     settings = {"num_envs": 8, "num_steps": 64, "total_timesteps": 40_000, "learning_rate": 2e-3}
+    settings |= {"aux_learning_rate": 2e-3} if script is ppg else {}
     assert learnt(script, tmp_path, "TestBits-v0", 0.9, **settings) > 9.5
