@@ -33,7 +33,7 @@ from common.files import ROOT, write_json
 from common.provenance import command, provenance
 from common.settings import Positive, check_limits
 from common.signals import one_line_errors
-from throughput import shorten, spread
+from throughput import column, ratios, shorten, spread
 
 
 @dataclass
@@ -89,14 +89,13 @@ def measure(args: Args, algorithm: str, ranks: int) -> float:
 
 def table(rows: list[dict[str, str]]) -> list[str]:
     """A row for each script and number of ranks: medians, and minimum and maximum in brackets."""
-    groups, lines = {}, []  # groups: {(algorithm, ranks): {repeat: steps per second}}
+    groups, lines = {}, []
     for row in rows:
-        speeds = groups.setdefault((row["algorithm"], row["ranks"]), {})
-        speeds[row["repeat"]] = float(row["steps_per_second"])
-    for (algorithm, ranks), speeds in groups.items():
+        groups.setdefault((row["algorithm"], row["ranks"]), []).append(row)
+    for (algorithm, ranks), group in groups.items():
         base = next(each for (name, _), each in groups.items() if name == algorithm)
-        speedups = [speed / base[repeat] for repeat, speed in speeds.items() if repeat in base]
-        lines.append([readme.label(algorithm), ranks, spread([*speeds.values()]), spread(speedups, 2)])
+        speeds = column(group, "steps_per_second")
+        lines.append([readme.label(algorithm), ranks, spread(speeds), ratios(group, base)])
     return readme.markdown(["script", "ranks", "steps/s, all ranks", "x the first"], lines)
 
 
