@@ -51,15 +51,15 @@ class RunningMoments(nn.Module):
 def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
     """Convolutions for frames or a layer for vectors, as `moments` normalises them, then linear layers of `sizes`.
     Weights are orthogonal with gain sqrt(2), biases 0."""
-    layers, shape = [nn.LazyLinear(128), nn.LeakyReLU()], moments.mean.shape
-    if len(shape) == 3:
-        a, b, c = ((8, 4, 0), (4, 2, 0), (3, 1, 0)) if sorted(shape)[1] >= 36 else ((3, 2, 1),) * 3
+    layers, x = [nn.LazyLinear(128), nn.LeakyReLU()], moments(torch.zeros(1, *moments.mean.shape))
+    if x.dim() == 4:
+        a, b, c = ((8, 4, 0), (4, 2, 0), (3, 1, 0)) if min(x.shape[2:]) >= 36 else ((3, 2, 1),) * 3
         layers = [nn.LazyConv2d(32, *a), nn.LeakyReLU(), nn.LazyConv2d(64, *b), nn.LeakyReLU()]
         layers += [nn.LazyConv2d(64, *c), nn.LeakyReLU(), nn.Flatten()]
     for size in sizes:
         layers += [nn.LazyLinear(size), nn.ReLU()]
     network = nn.Sequential(*layers[:-1])
-    network(moments(torch.zeros(1, *shape)))  # gives the layers their sizes
+    network(x)  # gives the layers their sizes
     for layer in network:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.orthogonal_(layer.weight, 2**0.5)

@@ -170,6 +170,7 @@ def test_channels_may_come_first():
     first.update(frames.permute(0, 3, 1, 2))
     torch.testing.assert_close(first(frames.permute(0, 3, 1, 2)), last(frames))
     assert intrinsic.embedding(first, 8)[0].weight.shape == (32, 4, 8, 8)
+    assert intrinsic.embedding(intrinsic.RunningMoments((50, 30, 40)), 8)[0].weight.shape == (32, 40, 3, 3)
 
 
 @KINDS
