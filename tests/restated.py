@@ -237,7 +237,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
         passes = ["value"] * args.e_value + ["policy"] * args.e_policy
     phase, last = [], len(history[0]) // args.num_steps
     for i, (rollout, left) in enumerate(iterations(history, args), start=1):
-        samples = samples_of(params, rollout, args, args.arch)
+        samples, rate = samples_of(params, rollout, args, args.arch), args.learning_rate * left
         units = units_of(samples, args)
         for learns in passes:
             for drawn in split(shuffled(units, orders), len(units) // args.num_minibatches):
@@ -247,7 +247,6 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                     loss = loss + mean(policy_loss(params, sample, args) for sample in minibatch)
                 if learns != "policy":
                     loss = loss + mean(value_loss(params, sample, args, args.arch) for sample in minibatch)
-                rate = args.learning_rate * left
                 (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
         phase += samples
         if i % args.n_pi == 0 or i == last:

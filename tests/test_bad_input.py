@@ -98,7 +98,7 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
 @pytest.mark.parametrize(
     ("script", "settings", "words"),
     [
-        (ppo, {"num_minibatches": 24}, ["--num-minibatches 24", "64 steps"]),
+        (ppo, {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
         (ppo, {"norm_adv": "batches"}, ["--norm-adv batches", "minibatch, batch, none"]),
         (ppg, {"norm_adv": "batches"}, ["--norm-adv batches", "minibatch, batch, none"]),
         (impala, {"optimizer": "sgd"}, ["--optimizer sgd", "rmsprop, adam"]),
