@@ -178,11 +178,13 @@ def test_micro_batches():
     assert [a.shape[1] for (a,) in micro_batches([sequences], 3, dim=1)] == [1] * 5
 
 
-def test_precision_auto(monkeypatch):
-    assert [resolve_precision(precision, "cpu") for precision in ("fp32", "bf16")] == ["fp32", "bf16"]
+def test_precision(monkeypatch, capsys):
     for capabilities, expected in (({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({}, "fp32")):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
-        assert resolve_precision("auto", "cpu") == expected
+        assert [resolve_precision(each, "cpu") for each in ("auto", "fp32")] == [expected, "fp32"]
+        assert not capsys.readouterr().err
+        assert resolve_precision("bf16", "cpu") == "bf16"
+        assert ("no bf16 instructions on cpu" in capsys.readouterr().err) == (expected == "fp32")
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert resolve_precision("auto", "cpu") == "fp32"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
