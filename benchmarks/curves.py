@@ -3,7 +3,7 @@
 import csv
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -59,6 +59,12 @@ def score(curve: Curve, end: int, window: int) -> float:
         if end - window < step <= end and episodes
     ]
     return sum(n * value for n, value in rows) / sum(n for n, _ in rows) if rows else math.nan
+
+
+def scores(runs: Iterable[Curve], end: int, window: int) -> list[float]:
+    """A score for each run that has got so far and has finished episodes there."""
+    values = [score(run, end, window) for run in runs if run.steps[-1] >= end]
+    return [value for value in values if not math.isnan(value)]
 
 
 class Reference(NamedTuple):

@@ -59,11 +59,6 @@ def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:
     return games
 
 
-def scores(runs: list[curves.Curve], step: float) -> list[float]:
-    """A number for each run that has got so far."""
-    return [curves.score(run, step, WINDOW) for run in runs if run.steps[-1] >= step]
-
-
 def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
     """A row for each game and long phase that a run of PPG has got through: means over seeds."""
 
@@ -77,11 +72,11 @@ def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
     for game, runs in games.items():
         for phase in range(1, 100):
             step = phase * PHASE
-            mine = [scores(runs.get(algorithm, []), step) for algorithm in algorithms]
+            mine = [curves.scores(runs.get(algorithm, []), step, WINDOW) for algorithm in algorithms]
             if not any(mine):
                 break
             ends = ("ppo", step), ("ppo", step * speed["ppo"] / speed["ppg"]), (PUBLISHED, step)
-            others = [scores(runs.get(algorithm, []), end) for algorithm, end in ends]
+            others = [curves.scores(runs.get(algorithm, []), end, WINDOW) for algorithm, end in ends]
             published = [curve[game].scores(phase * PAPER_PHASE) if game in curve else [] for curve in paper.values()]
             rows.append([game, f"{step:,}", *map(cell, (*mine, *others, *published))])
     return readme.markdown(columns, rows)
@@ -96,7 +91,7 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
         for algorithm, its in runs.items():
             apart = WINDOW if algorithm == PUBLISHED else WINDOW // 2
             ends = np.arange(apart, min(longest, max(run.steps[-1] for run in its)) + 1, apart)
-            values = np.array([mean(scores(its, end)) for end in ends])
+            values = np.array([mean(curves.scores(its, end, WINDOW) or [np.nan]) for end in ends])
             style = {"color": COLOURS[algorithm], "label": f"{readme.label(algorithm)} (n = {len(its)})"}
             by_step.plot(ends / 1e6, values, **style)
             if algorithm in speed:

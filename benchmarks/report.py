@@ -98,11 +98,8 @@ class Protocol:
         return block if mark <= 50 * block else 4 * block
 
     def scores(self, algorithm: str, game: str, mark: int) -> list[float]:
-        """A number for each run that has got so far."""
-        runs = [
-            curve for _, curve in sorted(self.runs.get(algorithm, {}).get(game, {}).items()) if curve.steps[-1] >= mark
-        ]
-        return [score for run in runs if not math.isnan(score := curves.score(run, mark, self.window(mark)))]
+        runs = self.runs.get(algorithm, {}).get(game, {})
+        return curves.scores((curve for _, curve in sorted(runs.items())), mark, self.window(mark))
 
     def published(self, algorithm: str) -> tuple[dict[str, curves.Reference], str]:
         """The published curves by game that an algorithm's are held against, and their name; none is an empty dict."""
