@@ -832,6 +832,15 @@ def test_init_from_starts_a_new_run_with_old_weights(script, source, run_copy, t
     assert json.loads((new / "args.json").read_text())["init_from"] == str(file)
 
 
+def test_ppg_from_an_agent_without_an_auxiliary_head_starts_it_as_the_value_head(run_copy, tmp_path, capsys):
+    path = run_copy(ppo)
+    changes = {"learning_rate": 0.0, "aux_learning_rate": 0.0, "num_steps": 16, "total_timesteps": 64}
+    new = parameters(ppg.main(game_args(ppg, tmp_path / "new", init_from=str(path), **changes)))
+    old = parameters(path)
+    assert same(new, old | {f"aux_{name}": old[name] for name in ("value_head.weight", "value_head.bias")})
+    assert "start anew" not in capsys.readouterr().err
+
+
 def test_init_from_what_does_not_fit(run_copy, tmp_path):
     path = run_copy(ppo)
 
