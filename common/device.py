@@ -48,9 +48,9 @@ def resolve_device(device: str) -> torch.device:
 def resolve_precision(precision: str, device: str) -> str:
     """Turn the `--precision` flag into "fp32" or "bf16". `auto` is bf16 where `--device` computes in it natively: on
     CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and on GPUs from Ampere on."""
-    resolved = resolve_device(device)
-    on_cpu = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
-    native = on_cpu if resolved.type == "cpu" else torch.cuda.get_device_capability(resolved) >= (8, 0)
+    resolved, native = resolve_device(device), cpu_has("avx512_bf16") or cpu_has("amx_bf16")
+    if resolved.type == "cuda":
+        native = torch.cuda.get_device_capability(resolved) >= (8, 0)
     if precision == "bf16" and not native:
         print(f"note: PyTorch finds no bf16 instructions on {resolved}: fp32 may be many times faster", file=sys.stderr)
     return ("bf16" if native else "fp32") if precision == "auto" else precision

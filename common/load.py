@@ -30,13 +30,12 @@ def read_model(source: Path | str) -> dict[str, Any]:
 def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "policy", "reset"] = "keep") -> None:
     """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
     With `heads` "policy" the value heads keep their own parameters, with "reset" all heads. So does whatever does not
-    fit, and a note names it. An auxiliary value head that the source lacks starts as its value head: PPG's first
-    auxiliary phase would inflate the features for a new one. Raises InputError if nothing fits but heads."""
+    fit, and a note names it. An auxiliary head that `source` lacks starts as its value head: a new one would inflate
+    the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
     own, weights = agent.state_dict(), read_model(source)["agent"]
     weights = {f"aux_{name}": value for name, value in weights.items() if name.startswith("value_head.")} | weights
     weights = {name: value for name, value in weights.items() if not name.startswith(ANEW[heads])}
-    shapes = {name: value.shape for name, value in own.items()}
-    fits = {name: value for name, value in weights.items() if getattr(value, "shape", 0) == shapes.get(name)}
+    fits = {name: each for name, each in weights.items() if name in own and getattr(each, "shape", 0) == own[name].shape}
     if all("_head." in name for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
     if anew := ", ".join(name for name in own if name not in fits):
