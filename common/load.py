@@ -35,7 +35,7 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
     own, weights = agent.state_dict(), read_model(source)["agent"]
     weights = {f"aux_{name}": value for name, value in weights.items() if name.startswith("value_head.")} | weights
     weights = {name: value for name, value in weights.items() if not name.startswith(ANEW[heads])}
-    fits = {name: each for name, each in weights.items() if name in own and getattr(each, "shape", 0) == own[name].shape}
+    fits = {name: x for name, x in weights.items() if name in own and getattr(x, "shape", 0) == own[name].shape}
     if all("_head." in name for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
     if anew := ", ".join(name for name in own if name not in fits):
