@@ -32,7 +32,7 @@ PAPER = {  # the paper's runs, and the colours of ours that they belong to
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
 }
 PUBLISHED = "PPO, published"  # the runs of train-procgen (easy mode, all levels)
-COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-long": "C2", "ppg-paper": "C4", PUBLISHED: "0.5"}  # by folder of the runs
+COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-half-rate": "C3", "ppg-long": "C2", "ppg-paper": "C4", PUBLISHED: "0.5"}
 
 
 def speeds() -> dict[str, float]:
@@ -42,7 +42,8 @@ def speeds() -> dict[str, float]:
     found = {}
     for algorithm, speed in rows:
         found.setdefault(algorithm, []).append(speed)
-    return {algorithm: statistics.median(values) for algorithm, values in found.items()}
+    speed = {algorithm: statistics.median(values) for algorithm, values in found.items()}
+    return speed | {"ppg-half-rate": speed["ppg"]}
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:
