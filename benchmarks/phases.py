@@ -32,18 +32,19 @@ PAPER = {  # the paper's runs, and the colours of ours that they belong to
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
 }
 PUBLISHED = "PPO, published"  # the runs of train-procgen (easy mode, all levels)
+# By folder of the runs
 COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-half-rate": "C3", "ppg-long": "C2", "ppg-paper": "C4", PUBLISHED: "0.5"}
 
 
 def speeds() -> dict[str, float]:
-    """Steps per second of ppo and ppg at their defaults on two cores without bfloat16: medians."""
+    """Steps per second by folder of the runs, on two cores without bfloat16: medians of the scripts' defaults."""
     columns, only = {"algorithm": str, "steps_per_second": float}, [("sweep", ""), ("configuration", "default")]
     rows = zip(*curves.read_columns(RESULTS / "throughput-avx2" / "cpu.csv", "speeds", columns, only), strict=True)
     found = {}
     for algorithm, speed in rows:
         found.setdefault(algorithm, []).append(speed)
-    speed = {algorithm: statistics.median(values) for algorithm, values in found.items()}
-    return speed | {"ppg-half-rate": speed["ppg"]}
+    found["ppg-half-rate"] = found["ppg"]  # a learning rate costs no time
+    return {algorithm: statistics.median(values) for algorithm, values in found.items()}
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:

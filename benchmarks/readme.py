@@ -15,10 +15,10 @@ from common.errors import InputError
 from common.files import ROOT
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
-# What tables and figures call the runs of a script, by their --exp-name, or the script
+# What tables and figures call the runs of a script, by their --exp-name, or the script; their order gives the colours
 LABELS = {"ppo": "PPO", "ppg": "PPG", "impala-appo": "IMPALA (APPO)", "impala-paper": "IMPALA (paper)"}
-LABELS |= {"impala": LABELS["impala-appo"], "ppg-half-rate": "PPG (half rate)", "ppg-long": "PPG (long phases)"}
-LABELS |= {"ppg-paper": "PPG (paper)"}
+LABELS |= {"ppg-half-rate": "PPG (half rate)", "ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)"}
+LABELS |= {"impala": LABELS["impala-appo"]}
 
 
 def label(algorithm: str) -> str:

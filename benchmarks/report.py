@@ -198,14 +198,14 @@ def summary_table(protocol: Protocol) -> list[str]:
     phasic = [algorithm for algorithm in algorithms if algorithm.startswith("ppg")]
     for mark in marks:
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
+    columns += [f"{readme.label(algorithm)} ahead of published PPO" for algorithm in phasic]
     for game in protocol.games:
         cells = []
         for steps in map(MARKS.get, marks):
             cells.append(cell(published[game].scores(steps) if game in published else []))
             cells += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
         rows.append([game, *cells, *(ahead_since(protocol, algorithm, game) for algorithm in phasic)])
-    ahead = [f"{readme.label(algorithm)} ahead of published PPO" for algorithm in phasic]
-    return readme.markdown([*columns, *ahead], rows)
+    return readme.markdown(columns, rows)
 
 
 def ahead_since(protocol: Protocol, algorithm: str, game: str) -> str:

@@ -359,6 +359,13 @@ def test_since_when_ppg_is_ahead(tmp_path):
     assert found["bigfish"] == "from 0.1M to 0.9M"
     assert found["maze"] == found["fruitbot"] == "not by 0.9M"  # ahead at first
     assert found["ninja"] == "-"
+    write_run(tmp_path, "easy-all", "ppg-half-rate", "fruitbot", 1, 20.0, steps=marks[-1])
+    (protocol,) = report.read_protocols(tmp_path)
+    columns, *rows = table_rows("\n".join(report.summary_table(protocol)), "")
+    assert columns[-2:] == ["PPG ahead of published PPO", "PPG (half rate) ahead of published PPO"]
+    ahead = {row[0]: row[-2:] for row in rows}
+    assert ahead["fruitbot"] == ["not by 0.9M", "from 0.1M to 0.9M"]
+    assert ahead["ninja"] == ["-", "-"]
 
 
 def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
