@@ -26,14 +26,13 @@ from figures import plt
 RESULTS = Path(__file__).parent / "results"
 SHORT_PHASE, PHASE, WINDOW = 131_072, 524_288, 131_072  # steps
 PAPER_PHASE = 2_097_152
-PAPER = {  # the paper's runs, and the colours of ours that they belong to
-    "PPO, paper": ("ppg_paper_ppo_hard_all", "C0"),
-    "PPG, single network, paper": ("ppg_paper_ppg_single_network_hard_all", "C1"),
-    "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "C4"),
+PAPER = {  # the paper's runs, and which of ours they belong to
+    "PPO, paper": ("ppg_paper_ppo_hard_all", "ppo"),
+    "PPG, single network, paper": ("ppg_paper_ppg_single_network_hard_all", "ppg"),
+    "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "ppg-paper"),
 }
 PUBLISHED = "PPO, published"  # the runs of train-procgen (easy mode, all levels)
-# By folder of the runs
-COLOURS = {"ppo": "C0", "ppg": "C1", "ppg-half-rate": "C3", "ppg-long": "C2", "ppg-paper": "C4", PUBLISHED: "0.5"}
+ALGORITHMS = ("ppo", "ppg", "ppg-half-rate", "ppg-long", "ppg-paper")  # folders of runs
 
 
 def speeds() -> dict[str, float]:
@@ -50,7 +49,7 @@ def speeds() -> dict[str, float]:
 def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:
     """The runs of each game that PPG has played, and the published ones of PPO: `[game][algorithm]`."""
     games = {}
-    for algorithm in COLOURS:
+    for algorithm in ALGORITHMS:
         for path in sorted(folder.glob(f"{algorithm}/*/seed*[0-9].csv")):
             games.setdefault(path.parent.name, {}).setdefault(algorithm, []).append(curves.read(path))
     games = {game: runs for game, runs in sorted(games.items()) if runs.keys() - {"ppo"}}
@@ -68,7 +67,7 @@ def table(games: dict[str, dict[str, list[curves.Curve]]]) -> list[str]:
         return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
 
     speed, paper = speeds(), {name: read_reference(file) for name, (file, _) in PAPER.items()}
-    algorithms = [each for each in COLOURS if "ppg" in each and any(each in runs for runs in games.values())]
+    algorithms = [each for each in ALGORITHMS[1:] if any(each in runs for runs in games.values())]
     columns = ["game", "steps", *map(readme.label, algorithms), "PPO, same steps", "PPO, same hours", PUBLISHED, *paper]
     rows = []
     for game, runs in games.items():
@@ -94,7 +93,8 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
             apart = WINDOW if algorithm == PUBLISHED else WINDOW // 2
             ends = np.arange(apart, min(longest, max(run.steps[-1] for run in its)) + 1, apart)
             values = np.array([mean(curves.scores(its, end, WINDOW) or [np.nan]) for end in ends])
-            style = {"color": COLOURS[algorithm], "label": f"{readme.label(algorithm)} (n = {len(its)})"}
+            colour = "0.5" if algorithm == PUBLISHED else readme.colour(algorithm)
+            style = {"color": colour, "label": f"{readme.label(algorithm)} (n = {len(its)})"}
             by_step.plot(ends / 1e6, values, **style)
             if algorithm in speed:
                 by_hour.plot(ends / speed[algorithm] / 3600, values, **style)
@@ -102,11 +102,11 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
         for length, width in ((SHORT_PHASE, 0.3), (PHASE, 1.0)):
             for step in range(length, last_of_ppg + 1, length):
                 by_step.axvline(step / 1e6, color="0.8", linewidth=width, zorder=0)
-        for name, (file, colour) in PAPER.items():
-            curve = read_reference(file).get(game)
+        for name, (file, algorithm) in PAPER.items():
+            curve, style = read_reference(file).get(game), {"color": readme.colour(algorithm), "label": name}
             if curve:
                 shown = curve.steps <= 8 * PAPER_PHASE
-                published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), colour, label=name)
+                published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), **style)
         labels = "million steps", "hours", "phases of 32 iterations (paper)"
         for axis, label in zip((by_step, by_hour, published), labels, strict=True):
             axis.set_xlabel(label)

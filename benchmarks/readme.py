@@ -25,6 +25,11 @@ def label(algorithm: str) -> str:
     return LABELS.get(algorithm, algorithm)
 
 
+def colour(algorithm: str, others: Iterable[str] = ()) -> str:
+    """The colour of its curves in all figures; `others` are the runs drawn beside it, which may lack a label."""
+    return f"C{[*dict.fromkeys((*LABELS, *others))].index(algorithm) % 10}"
+
+
 def fill(documents: Iterable[Path], name: str, text: str) -> None:
     """Put `text` between the marks of `name`, in the document that has them. Raises InputError if none has."""
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

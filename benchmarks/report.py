@@ -122,9 +122,6 @@ class Protocol:
         ]
         return both[0], both[1] if all(both[1]) else []
 
-    def colour(self, algorithm: str) -> str:
-        return f"C{[*dict.fromkeys((*readme.LABELS, *self.runs))].index(algorithm) % 10}"
-
 
 def read_protocols(results: Path) -> list[Protocol]:
     """The protocols that have runs; other folders in `results` are passed over. Raises InputError as `curves.read`."""
@@ -389,7 +386,7 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
         if protocol.name in TEST:
             references[f"{name}, held-out"] = read_reference(TEST[protocol.name]), {"color": "0.5", "linestyle": "--"}
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
-            runs, colour = list(protocol.runs[algorithm][game].values()), protocol.colour(algorithm)
+            runs, colour = list(protocol.runs[algorithm][game].values()), readme.colour(algorithm, protocol.runs)
             ends = range(step, max(curve.steps[-1] for curve in runs) + 1, step)
             if not ends:  # a run that short has no point
                 continue
@@ -423,7 +420,7 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
             ours, theirs = protocol.normalised(algorithm, steps)
             if len(ours) < 2:
                 continue
-            style = {"where": "post", "color": protocol.colour(algorithm)}
+            style = {"where": "post", "color": readme.colour(algorithm, protocol.runs)}
             label = f"{readme.label(algorithm)}, {mark}, {len(ours)} games"
             axis.step(thresholds, curves.performance_profile(ours, thresholds), label=label, **style)
             if theirs:
