@@ -19,7 +19,7 @@ settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations fro
    environments, not whole rollouts of a few. Both learn faster at this size (benchmarks/NOTES.md). One encoder, as in
    CleanRL, costs half of the paper's two. The value head's gradient stops before it, as in OpenAI's code.
 8. One process makes as many gradient steps in an iteration as the paper's four (torchrun: four ranks), on minibatches
-   of a quarter of the size and at the same learning rate, as in CleanRL. On bigfish half of this rate learns faster.
+   of a quarter of the size and at the same learning rate, as in CleanRL. Half of it is better on bigfish.
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
    1, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
 """
