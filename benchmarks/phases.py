@@ -103,10 +103,10 @@ def figure(games: dict[str, dict[str, list[curves.Curve]]], path: Path) -> None:
             for step in range(length, last_of_ppg + 1, length):
                 by_step.axvline(step / 1e6, color="0.8", linewidth=width, zorder=0)
         for name, (file, algorithm) in PAPER.items():
-            curve, style = read_reference(file).get(game), {"color": readme.colour(algorithm), "label": name}
+            curve, colour = read_reference(file).get(game), readme.colour(algorithm)
             if curve:
                 shown = curve.steps <= 8 * PAPER_PHASE
-                published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), **style)
+                published.plot(curve.steps[shown] / PAPER_PHASE, curve.returns[:, shown].mean(0), colour, label=name)
         labels = "million steps", "hours", "phases of 32 iterations (paper)"
         for axis, label in zip((by_step, by_hour, published), labels, strict=True):
             axis.set_xlabel(label)

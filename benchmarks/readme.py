@@ -26,7 +26,7 @@ def label(algorithm: str) -> str:
 
 
 def colour(algorithm: str, others: Iterable[str] = ()) -> str:
-    """The colour of its curves in all figures; `others` are the runs drawn beside it, which may lack a label."""
+    """The colour of its curves in all reports; `others` are the runs drawn beside it, which may lack a label."""
     return f"C{[*dict.fromkeys((*LABELS, *others))].index(algorithm) % 10}"
 
 
