@@ -330,19 +330,21 @@ def seed_of(path: Path) -> int:
 
 
 def commands(protocol: Protocol) -> list[str]:
-    """A command for each row of the verdicts: all runs of an algorithm on a game."""
+    """The commands that made the curves: one for all runs of an algorithm on a game that differ in the seed alone."""
     found = {}
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
         meta = read_json(path)
         if not meta.keys() >= {"command", "commit", "dirty"}:
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
-        found.setdefault(path.parent, {})[seed_of(path)] = meta
+        command = re.sub(r" --seed [0-9]+", "", meta["command"])
+        found.setdefault((path.parent, command), {})[seed_of(path)] = meta
     lines = []
-    for folder, metas in found.items():
-        command = next(iter(metas.values()))["command"]
+    for (folder, command), metas in found.items():
+        seeds = " ".join(map(str, metas))
         if len(metas) > 1:
-            command = f"{re.sub(r' --seed [0-9]+', '', command)} --seed $seed"
-            command = f"for seed in {' '.join(map(str, metas))}; do {command}; done"
+            command = f"for seed in {seeds}; do {command} --seed $seed; done"
+        else:
+            command = f"{command} --seed {seeds}"
         commits = [str(meta["commit"])[:7] + " with changes" * bool(meta["dirty"]) for meta in metas.values()]
         origin = f"made at {', '.join(dict.fromkeys(commits))}"
         notes = {seed: meta.get("note", "") for seed, meta in metas.items()}
