@@ -19,7 +19,7 @@ settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations fro
    environments, not whole rollouts of a few. Both learn faster at this size (benchmarks/NOTES.md). One encoder, as in
    CleanRL, costs half of the paper's two. The value head's gradient stops before it, as in OpenAI's code.
 8. One process makes as many gradient steps in an iteration as the paper's four (torchrun: four ranks), on minibatches
-   of a quarter of the size and at the same learning rate, as in CleanRL. Half of it is better on bigfish.
+   of a quarter of the size, as in CleanRL. The policy phase has half of their learning rate (benchmarks/NOTES.md).
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
    1, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
 """
@@ -50,7 +50,7 @@ from common.session import Session, run_script
 from common.settings import Fraction, NotNegative, Positive, RunArgs
 from common.world import World
 
-PAPER = {"arch": "dual", "whole_rollouts": True, "n_pi": 32, "e_aux": 6}
+PAPER = {"arch": "dual", "learning_rate": 5e-4, "whole_rollouts": True, "n_pi": 32, "e_aux": 6}
 
 
 @RunArgs.presets({"paper": PAPER | {"exp_name": f"{Path(__file__).stem}-paper"}})
@@ -60,7 +60,7 @@ class Args(RunArgs):
 
     # ---- preset
     preset: Literal["short", "paper"] = "short"
-    """short phases and one encoder, or the paper's phases and encoders; flags given beside it win"""
+    """short phases, one encoder and half the learning rate, or the paper's; flags given beside it win"""
 
     # ---- environment
     env_id: str = "starpilot"
@@ -81,7 +81,7 @@ class Args(RunArgs):
     # ---- algorithm
     total_timesteps: Positive[int] = 25_000_000
     """environment steps of the run; rounded up to whole iterations"""
-    learning_rate: NotNegative[float] = 5e-4
+    learning_rate: NotNegative[float] = 2.5e-4
     """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate of both phases linearly to 0 over the run"""

@@ -32,7 +32,7 @@ PAPER = {  # the paper's runs, and which of ours they belong to
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "ppg-paper"),
 }
 PUBLISHED = "PPO, published"  # the runs of train-procgen (easy mode, all levels)
-ALGORITHMS = ("ppo", "ppg", "ppg-half-rate", "ppg-long", "ppg-paper")  # folders of runs
+ALGORITHMS = ("ppo", "ppg", "ppg-long", "ppg-paper")  # folders of runs
 
 
 def speeds() -> dict[str, float]:
@@ -42,7 +42,6 @@ def speeds() -> dict[str, float]:
     found = {}
     for algorithm, speed in rows:
         found.setdefault(algorithm, []).append(speed)
-    found["ppg-half-rate"] = found["ppg"]  # a learning rate costs no time
     return {algorithm: statistics.median(values) for algorithm, values in found.items()}
 
 

@@ -17,7 +17,7 @@ from common.files import ROOT
 DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 # What tables and figures call the runs of a script, by their --exp-name, or the script; their order gives the colours
 LABELS = {"ppo": "PPO", "ppg": "PPG", "impala-appo": "IMPALA (APPO)", "impala-paper": "IMPALA (paper)"}
-LABELS |= {"ppg-half-rate": "PPG (half rate)", "ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)"}
+LABELS |= {"ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)"}
 LABELS |= {"impala": LABELS["impala-appo"]}
 
 

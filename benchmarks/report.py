@@ -55,7 +55,7 @@ PUBLISHED = {
         "ppg-paper": ("ppg_paper_ppg_hard_all", "PPG, PPG paper"),
     },
 }
-COLUMNS = ("ppo", "impala-appo", "ppg", "ppg-half-rate")  # folders that README's table shows
+DEFAULTS = ("ppo", "impala-appo", "ppg")  # folders of the scripts' defaults: the columns of README's table
 TEST = {"easy-200": "ppo_easy_200_test"}
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
 
@@ -183,32 +183,30 @@ def origins(protocol: Protocol) -> list[str]:
 
 
 def summary_table(protocol: Protocol) -> list[str]:
-    """README's table, a row a game: means over seeds after one and two million steps, with the range over seeds, beside
-    published PPO, and since when PPG has been ahead of that."""
+    """README's table, a row a game: means over seeds of the scripts' defaults after one and two million steps, with the
+    range over seeds, beside published PPO, and since when PPG has been ahead of that."""
 
     def cell(scores: list[float]) -> str:
         spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
         return f"{mean(scores):.1f}{spread}" if scores else "-"
 
-    algorithms, (published, _) = [each for each in COLUMNS if each in protocol.runs], protocol.published("")
+    algorithms, (published, _) = [each for each in DEFAULTS if each in protocol.runs], protocol.published("")
     marks, columns, rows = ("1M", "2M"), ["game"], []
-    phasic = [algorithm for algorithm in algorithms if algorithm.startswith("ppg")]
     for mark in marks:
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
-    columns += [f"{readme.label(algorithm)} ahead of published PPO" for algorithm in phasic]
     for game in protocol.games:
         cells = []
         for steps in map(MARKS.get, marks):
             cells.append(cell(published[game].scores(steps) if game in published else []))
             cells += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
-        rows.append([game, *cells, *(ahead_since(protocol, algorithm, game) for algorithm in phasic)])
-    return readme.markdown(columns, rows)
+        rows.append([game, *cells, ahead_since(protocol, game)])
+    return readme.markdown([*columns, "PPG ahead of published PPO"], rows)
 
 
-def ahead_since(protocol: Protocol, algorithm: str, game: str) -> str:
-    """The first of the marks, a window apart, from which on the mean of an algorithm's runs is above the published."""
+def ahead_since(protocol: Protocol, game: str) -> str:
+    """The first of the marks, a window apart, from which on the mean of PPG's runs is above published PPO's."""
     published, since, end, window = protocol.published("")[0].get(game), None, 0, protocol.window()
-    while published and (ours := protocol.scores(algorithm, game, end + window)):
+    while published and (ours := protocol.scores("ppg", game, end + window)):
         end += window
         ahead = mean(ours) > mean(published.scores(end) or [math.inf])
         since = (since or end) if ahead else None
