@@ -19,7 +19,7 @@ settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations fro
    environments, not whole rollouts of a few. Both learn faster at this size (benchmarks/NOTES.md). One encoder, as in
    CleanRL, costs half of the paper's two. The value head's gradient stops before it, as in OpenAI's code.
 8. One process makes as many gradient steps in an iteration as the paper's four (torchrun: four ranks), on minibatches
-   of a quarter of the size, as in CleanRL. The policy phase has half of their learning rate (benchmarks/NOTES.md).
+   of a quarter of the size, as in CleanRL. So the policy phase has half of their learning rate (four ranks: 5e-4).
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
    1, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
 """
@@ -60,7 +60,7 @@ class Args(RunArgs):
 
     # ---- preset
     preset: Literal["short", "paper"] = "short"
-    """short phases, one encoder and half the learning rate, or the paper's; flags given beside it win"""
+    """short phases, one encoder, half the learning rate; or the paper's settings; flags given beside it win"""
 
     # ---- environment
     env_id: str = "starpilot"

@@ -329,7 +329,7 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
 def test_the_summary_has_a_row_for_each_game(tmp_path):
     for seed, value in ((1, 3.0), (2, 5.0)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
-    write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 1, 9.0)  # no default
+    write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 1, 9.0)  # not a script's default: no column
     write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     (protocol,) = report.read_protocols(tmp_path)
     columns, first, second = table_rows("\n".join(report.summary_table(protocol)), "")
