@@ -34,6 +34,7 @@ import precision
 import readme
 import scaling
 import throughput
+from collect import same_settings
 from common.errors import InputError
 from common.files import read_json
 from common.procgen_env import PROCGEN_MODES
@@ -328,16 +329,16 @@ def seed_of(path: Path) -> int:
 
 
 def commands(protocol: Protocol) -> list[str]:
-    """The commands that made the curves: one for all runs of an algorithm on a game that differ in the seed alone."""
+    """The commands that made the curves: one for all runs of an algorithm on a game with the same settings."""
     found = {}
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
         meta = read_json(path)
         if not meta.keys() >= {"command", "commit", "dirty"}:
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
-        command = re.sub(r" --seed [0-9]+", "", meta["command"])
-        found.setdefault((path.parent, command), {})[seed_of(path)] = meta
+        found.setdefault((path.parent, str(same_settings(meta["command"]))), {})[seed_of(path)] = meta
     lines = []
-    for (folder, command), metas in found.items():
+    for (folder, _), metas in found.items():
+        command = re.sub(r" --seed [0-9]+", "", next(iter(metas.values()))["command"])
         seeds = " ".join(map(str, metas))
         if len(metas) > 1:
             command = f"for seed in {seeds}; do {command} --seed $seed; done"
