@@ -112,15 +112,6 @@ class ArmEnv(CountEnv):
         return obs, float(action), self.count == 10, False, {}
 
 
-class LastEnv(CountEnv):
-    """Reward 1 in step 3, which ends the episode, and 0 in the steps before."""
-
-    def step(self, action):
-        obs, *_ = super().step(action)
-        last = self.count == 3
-        return obs, float(last), last, False, {}
-
-
 class CrashEnv(CountEnv):
     """Raises an error in its 50th step."""
 
@@ -167,6 +158,5 @@ gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
 gym.register("TestCue-v0", CueEnv)
 gym.register("TestLuck-v0", LuckEnv)
 gym.register("TestArm-v0", ArmEnv)
-gym.register("TestLast-v0", LastEnv)
 gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
 gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)

@@ -130,10 +130,10 @@ def samples_of(params: Parameters, rollout: list[list[Step]], args: Any, arch: s
 # ------------------------------------------------------------------------------------------------- losses and descent
 
 
-def policy_loss(params: Parameters, sample: Sample, args: Any) -> Tensor:
+def policy_loss(policy: Tensor, sample: Sample, args: Any) -> Tensor:
     """PPO, equation 7, and the entropy bonus of equation 9; negative, since both are to be maximised. With `kl_penalty`
     (PPG, section 3.5), the ratio is not clipped; a penalty on the KL divergence is, as half the squared log-ratio."""
-    policy, penalty = policy_of(params, sample.obs), getattr(args, "kl_penalty", None)
+    penalty = getattr(args, "kl_penalty", None)
     logratio = policy[sample.action].log() - sample.old_logprob
     ratio, advantage = logratio.exp(), sample.advantage
     if penalty is None:
@@ -216,7 +216,8 @@ def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
         for _ in range(args.update_epochs):
             for minibatch in split(shuffled(samples, orders), len(samples) // args.num_minibatches):
                 minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
-                loss = mean(policy_loss(params, s, args) + value_loss(params, s, args, "shared") for s in minibatch)
+                losses = [policy_loss(policy_of(params, s.obs), s, args) for s in minibatch]
+                loss = mean(losses) + mean(value_loss(params, s, args, "shared") for s in minibatch)
                 adam.descend(loss, args.learning_rate * left, args.max_grad_norm)
 
 
@@ -244,9 +245,9 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                 minibatch, loss = [sample for unit in drawn for sample in unit], 0.0
                 minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
                 if learns != "value":
-                    loss = loss + mean(policy_loss(params, sample, args) for sample in minibatch)
+                    loss = loss + mean(policy_loss(policy_of(params, s.obs), s, args) for s in minibatch)
                 if learns != "policy":
-                    loss = loss + mean(value_loss(params, sample, args, args.arch) for sample in minibatch)
+                    loss = loss + mean(value_loss(params, s, args, args.arch) for s in minibatch)
                 (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
         phase += samples
         if i % args.n_pi == 0 or i == last:
@@ -320,42 +321,101 @@ def play(params: Parameters, steps: list[Step], state: State, args: Any) -> tupl
     return Played(steps, rewards, probabilities, first), state
 
 
-def impala_loss(params: Parameters, unroll: Played, args: Any) -> Tensor:
-    """The sum over an unroll of the policy-gradient loss, half the squared errors of the values, and the entropies."""
+class View(NamedTuple):
+    """What the learner makes of the T steps of an unroll: lists of T."""
+
+    policies: list[Tensor]
+    values: list[Tensor]
+    targets: list[Tensor]  # of V-trace
+    advantages: list[Tensor]
+
+
+def learner_view(params: Parameters, unroll: Played, args: Any) -> View:
     policies, values, state = [], [], unroll.state
     for step in unroll.steps:
         policy, value, state = view_of(params, step.obs, state)
         policies, values, state = [*policies, policy], [*values, value], next_state(step, state)
     steps = unroll.steps[:-1]
-    with torch.no_grad():
-        gammas = [0.0 if step.terminated or step.truncated else args.gamma for step in steps]
-        ratios = [policies[t][step.action] / unroll.probabilities[t] for t, step in enumerate(steps)]
-        rho, c = [min(args.rho_bar, r) for r in ratios], [args.vtrace_lambda * min(args.c_bar, r) for r in ratios]
-        vs = [value.detach() for value in values]
-        for s in range(len(steps)):  # equation 1
-            for t in range(s, len(steps)):
-                delta = rho[t] * (unroll.rewards[t] + gammas[t] * values[t + 1] - values[t])
-                vs[s] = vs[s] + math.prod(gammas[i] * c[i] for i in range(s, t)) * delta
-        advantages = [
-            min(args.pg_rho_bar, ratios[s]) * (unroll.rewards[s] + gammas[s] * vs[s + 1] - values[s])
-            for s in range(len(steps))
-        ]
+    ratios = [policies[t][step.action].detach() / unroll.probabilities[t] for t, step in enumerate(steps)]
+    v, gammas = [value.detach() for value in values], [args.gamma * (not (s.terminated or s.truncated)) for s in steps]
+    return View(policies[:-1], values[:-1], *vtrace(ratios, unroll.rewards, gammas, v, args))
+
+
+def vtrace(ratios: list, rewards: list, gammas: list, values: list, args: Any) -> tuple[list, list]:
+    """V-trace's targets (equation 1) and policy-gradient advantages (section 4.2) for T steps, from T + 1 values.
+    `gammas` are 0 where an episode ends."""
+    rho, c = [min(args.rho_bar, r) for r in ratios], [args.vtrace_lambda * min(args.c_bar, r) for r in ratios]
+    targets = list(values)
+    for s in range(len(rewards)):
+        for t in range(s, len(rewards)):
+            delta = rho[t] * (rewards[t] + gammas[t] * values[t + 1] - values[t])
+            targets[s] = targets[s] + math.prod(gammas[i] * c[i] for i in range(s, t)) * delta
+    advantages = [
+        min(args.pg_rho_bar, ratios[s]) * (rewards[s] + gammas[s] * targets[s + 1] - values[s])
+        for s in range(len(rewards))
+    ]
+    return targets[:-1], advantages
+
+
+def impala_loss(params: Parameters, unroll: Played, args: Any) -> Tensor:
+    """The sum over an unroll of the policy-gradient loss, half the squared errors of the values, and the entropies."""
     loss = 0.0
-    for s, step in enumerate(steps):
-        entropy = -(policies[s] * policies[s].log()).sum()
-        loss = loss - advantages[s] * policies[s][step.action].log() - args.ent_coef * entropy
-        loss = loss + args.vf_coef * (vs[s] - values[s]) ** 2 / 2
+    for step, *seen in zip(unroll.steps[:-1], *learner_view(params, unroll, args), strict=True):
+        policy, value, target, advantage = seen
+        entropy = -(policy * policy.log()).sum()
+        loss = loss - advantage * policy[step.action].log() - args.ent_coef * entropy
+        loss = loss + args.vf_coef * (target - value) ** 2 / 2
     return loss
 
 
+def appo_pass(
+    params: Parameters, adam: Adam, batch: list[Played], orders: Iterator[list[int]], rate: float, args: Any
+) -> None:
+    """V-trace once for the batch, then PPO's losses on minibatches of the steps drawn: with an LSTM of whole unrolls,
+    else of single steps. The old policy is that before the first minibatch, not the one that acted."""
+    with torch.no_grad():
+        before = [learner_view(params, unroll, args) for unroll in batch]
+    units = [[(b, t) for t in range(args.num_steps)] for b in range(len(batch))]
+    if not args.use_lstm:
+        units = [[place] for time in zip(*units, strict=True) for place in time]
+    drawn = shuffled(units, orders)[: math.ceil(args.sample_fraction * len(units))]
+    for numbers in torch.arange(len(drawn)).tensor_split(args.num_minibatches):
+        now, losses = [learner_view(params, unroll, args) for unroll in batch], []
+        for b, t in (place for number in numbers for place in drawn[number]):
+            step, old, policy = batch[b].steps[t], before[b], now[b].policies[t]
+            logprob = old.policies[t][step.action].log()
+            sample = Sample(step.obs, step.action, logprob, None, old.advantages[t], old.targets[t])
+            error = now[b].values[t] - sample.target
+            losses.append(policy_loss(policy, sample, args) + args.vf_coef * error**2 / 2)
+        adam.descend(mean(losses), rate, args.max_grad_norm)
+
+
+class RMSProp:
+    """RMSProp as TorchBeast has it (decay .99, no momentum), on `params`, whose tensors it replaces. Losses are sums
+    over `size` samples, so that a script's settings, which are for means, are that much larger here."""
+
+    def __init__(self, params: Parameters, size: int, eps: float):
+        self.params, self.size, self.eps = params, size, eps
+        self.squares = {name: torch.zeros_like(value) for name, value in params.items()}
+
+    def descend(self, loss: Tensor, rate: float, max_grad_norm: float) -> None:
+        gradients = torch.autograd.grad(loss, list(self.params.values()))
+        norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
+        factor = min(1.0, self.size * max_grad_norm / (norm + self.size * 1e-6))
+        for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
+            self.squares[name] = 0.99 * self.squares[name] + 0.01 * (factor * gradient) ** 2
+            change = rate * factor * gradient / (self.squares[name].sqrt() + self.size * self.eps)
+            self.params[name] = (value - change).detach().requires_grad_()
+
+
 def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
-    """IMPALA with losses summed over T x B steps, and RMSProp: train `params`, in place. Rounds of one unroll of each
-    environment are played by the newest parameters, and wait for their batch."""
+    """IMPALA with losses summed over T x B steps, and RMSProp, or asynchronous PPO: train `params`, in place. Rounds of
+    one unroll of each environment are played by the newest parameters, and wait for their batch."""
     size, start = args.num_steps * args.batch_size, None
     if args.use_lstm:
         start = tuple(torch.zeros(2, args.feature_dim))
-    squares, states = {name: torch.zeros_like(value) for name, value in params.items()}, [start] * len(history)
-    waiting, played = [], 0
+    adam, rmsprop = Adam(params, args.adam_eps), RMSProp(params, size, args.rmsprop_eps)
+    states, waiting, played = [start] * len(history), [], 0
     for i in range(args.total_timesteps // size):
         while len(waiting) < args.batch_size:
             for n, steps in enumerate(history):
@@ -363,11 +423,8 @@ def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[
                 waiting.append(unroll)
             played += args.num_steps
         batch, waiting = waiting[: args.batch_size], waiting[args.batch_size :]
-        gradients = torch.autograd.grad(sum(impala_loss(params, unroll, args) for unroll in batch), params.values())
-        norm, limit = math.sqrt(sum((gradient**2).sum() for gradient in gradients)), size * args.max_grad_norm
-        factor = min(1.0, limit / (norm + size * 1e-6))
         rate = args.learning_rate * (1 - i * size / args.total_timesteps if args.anneal_lr else 1)
-        for (name, value), gradient in zip(params.items(), gradients, strict=True):
-            squares[name] = 0.99 * squares[name] + 0.01 * (factor * gradient) ** 2
-            change = rate * factor * gradient / (squares[name].sqrt() + size * args.rmsprop_eps)
-            params[name] = (value - change).detach().requires_grad_()
+        if args.preset == "appo":
+            appo_pass(params, adam, batch, orders, rate, args)
+        else:
+            rmsprop.descend(sum(impala_loss(params, unroll, args) for unroll in batch), rate, args.max_grad_norm)

@@ -123,12 +123,6 @@ def test_rejected_by_one_script(script, settings, words, tmp_path):
 
 
 @ALL
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_rejected_without_gpu(script, tmp_path):
-    check_rejected(script, tmp_path, {"device": "cuda"}, "--device cuda", "--device auto")
-
-
-@ALL
 @pytest.mark.parametrize("below", ["", "runs", "a/b"])
 def test_rejected_runs_dir(script, below, tmp_path):
     # Not a folder without permission: the superuser may write there.

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -13,12 +12,10 @@ import re
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
 import weakref
-import zipfile
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -214,6 +211,11 @@ CASES = [(script, calls, {}) for script in SCRIPTS for calls in (3, 6, 8)]
 CASES += [(script, 8, {"env_id": "TestPush-v0", "eval_interval": 50, "eval_episodes": 5}) for script in SCRIPTS]
 CASES += [(script, 8, {"num_env_groups": 2}) for script in (ppo, ppg)]
 CASES += [
+    (script, 4, {"intrinsic_reward": kind, "num_steps": 4, "total_timesteps": 6 * 16})
+    for script in (ppo, ppg)
+    for kind in ("rnd", "icm")
+]
+CASES += [
     (ppo, 5, {"env_id": "leaper", "eval_interval": 100, "eval_episodes": 2, "total_timesteps": 6 * 32}),
     (impala, 8, {"env_id": "starpilot", "use_lstm": True, "optimizer": "rmsprop"}),  # which has no choice of kernels
 ]
@@ -283,18 +285,6 @@ def test_a_run_made_longer_is_resumed_exactly(first, tmp_path, monkeypatch):
                 resume(impala, paths[1], total_timesteps=11 * 16)
     resume(impala, paths[1])
     check_same_run(*paths)
-
-
-def test_environments_that_cannot_be_put_back_are_named(tmp_path, monkeypatch, capsys):
-    """They start new episodes: not those that the run began with."""
-    starts, collect = [], ppo.collect
-    monkeypatch.setattr(ppo, "collect", lambda *args: starts.append(args[3].clone()) or collect(*args))
-    path = interrupted(ppo, 4, tmp_path, monkeypatch)
-    before = len(starts)
-    resume(ppo, path)
-    assert "the environments cannot be put back where they were: new episodes begin" in capsys.readouterr().err
-    assert not torch.isclose(starts[0], starts[before]).any(dim=1).all()
-    assert starts[before].abs().max() < 0.05  # where CartPole begins
 
 
 def test_a_replay_that_differs_is_refused(run_copy):
@@ -435,20 +425,27 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "sent", "code"),
-    [(ppo, signal.SIGINT, 130), (ppo, signal.SIGTERM, 143), (ppg, signal.SIGHUP, 129), (impala, signal.SIGUSR1, 138)],
+    ("script", "sent", "code", "settings"),
+    [
+        (ppo, [signal.SIGINT], 130, {}), (ppo, [signal.SIGTERM], 143, {}), (ppg, [signal.SIGHUP], 129, {}),
+        (impala, [signal.SIGUSR1], 138, {}), (impala, [signal.SIGTERM], 143, {"num_actors": 2}),
+        (impala, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130, {"num_actors": 2}),  # the first counts
+    ],
     ids=str,
-)
-def test_signals_write_a_checkpoint(script, sent, code, tmp_path, monkeypatch, capsys):
+)  # fmt: skip
+def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, monkeypatch, capsys):
     """Not that of the next iteration, which is not waited for. What is printed then resumes the run."""
-    runs = tmp_path / "runs"
-    with start(script, game_args(script, runs, total_timesteps=10**7, checkpoint_interval=1e9), tmp_path) as process:
+    runs, endless = tmp_path / "runs", {"total_timesteps": 10**7, "checkpoint_interval": 1e9}
+    with start(script, game_args(script, runs, **endless, **settings), tmp_path) as process:
         process.wait_for(lambda: any(len(path.read_text().splitlines()) > 3 for path in runs.glob("*/progress.csv")))
-        process.send(sent)
+        for each in sent:
+            process.send(each)
+            time.sleep(0.02)
         assert process.wait(10) == code
+    assert process.output.splitlines()[-1].startswith("stopped: ")
     (path,) = runs.iterdir()
     again = f"python {script.__name__}.py --resume {path}"
-    name = "Ctrl-C" if sent == signal.SIGINT else sent.name
+    name = "Ctrl-C" if sent[0] == signal.SIGINT else sent[0].name
     assert process.errors == f"resume with: {again}\nstopped by {name}\n"
     stopped_at = checkpoint.newest_checkpoint(path)["step"]
     assert stopped_at == torch.load(path / "model.pt", weights_only=True)["step"] >= 3 * 16
@@ -490,12 +487,10 @@ def test_slurm_example(tmp_path):
 # ------------------------------------------------------------------------------------------------- what may be resumed
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_checkpoints_kept(number, tmp_path):
-    path = ppo.main(make_args(ppo, tmp_path, keep_checkpoints=number))
-    steps = [12 * 32, 11 * 32, 10 * 32][:number]
-    assert [int(file.stem) for file in checkpoint.checkpoint_files(path)] == steps
-    assert len(list((path / "checkpoints").iterdir())) == number
+def test_checkpoints_kept(tmp_path):
+    path = ppo.main(make_args(ppo, tmp_path, keep_checkpoints=3))
+    assert [int(file.stem) for file in checkpoint.checkpoint_files(path)] == [12 * 32, 11 * 32, 10 * 32]
+    assert len(list((path / "checkpoints").iterdir())) == 3
 
 
 def test_checkpoint_interval(tmp_path, monkeypatch):
@@ -536,9 +531,6 @@ def test_a_run_cannot_be_made_shorter_than_it_is(run_copy):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"learning_rate": 1e-5}, "--learning-rate 1e-05 (there: "),
-        ({"seed": 5}, "--seed 5 (there: 4)"),
-        ({"num_envs": 8}, "--num-envs 8 (there: 4)"),
         ({"precision": OTHER}, f"--precision {OTHER} (there: {AUTO})"),
         ({"gamma": 0.9, "env_id": "Pendulum-v1"}, "--env-id Pendulum-v1 (there: bossfight,fruitbot), --gamma 0.9"),
         ({"init_from": "runs/x"}, "--init-from runs/x (there: None)"),
@@ -616,11 +608,7 @@ def copied(file, monkeypatch, old="", new=""):
 def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch, capsys):
     file = tmp_path / "my.idea.py"
     script = copied(file, monkeypatch)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, script, 3)
-        with pytest.raises(KeyboardInterrupt):
-            script.main(make_args(script, tmp_path / "runs"))
-    (path,) = (tmp_path / "runs").iterdir()
+    path = interrupted(script, 3, tmp_path / "runs", monkeypatch)
     first = file.read_text()
     resume(script, path, total_timesteps=4 * 32)
     assert "is not what it was" not in capsys.readouterr().err
@@ -737,35 +725,25 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
 # -------------------------------------------------------------------------------------------------- damaged and foreign
 
 
-def records(data):
-    """Where the contents of the records of an archive lie."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        for record in archive.infolist():
-            header = data[record.header_offset : record.header_offset + 30]  # ends with two lengths
-            begin = record.header_offset + 30 + sum(struct.unpack("<HH", header[-4:]))
-            yield range(begin, begin + record.file_size)
-
-
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
-    """A flipped bit may only pass where it has no meaning, as between the records of the archive."""
+    """A flipped bit may pass where it has no meaning, as between the records of the archive."""
     path = run_copy(ppo)
     capsys.readouterr()  # what the run has printed, if this test is the first to ask for it
     newest, older = checkpoint.checkpoint_files(path)
-    data, good, rng = newest.read_bytes(), checkpoint.newest_checkpoint(path), random.Random(0)
-    edges = [0, 1, 4, 100, len(data) // 2, len(data) - 1, len(data) - 22, len(data) - 100]
-    places = edges + [rng.randrange(i * len(data) // 50, (i + 1) * len(data) // 50) for i in range(50)]
-    contents = list(records(data))
-    cases = [(data[:place], True) for place in places]
-    for place in places:
-        flipped = data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
-        cases.append((flipped, any(place in content for content in contents)))
-    folder = data.rindex(b"PK\1\2") + 38  # that bit makes the record a folder, which PyTorch takes for an empty tensor
-    cases.append((data[:folder] + bytes([data[folder] ^ 16]) + data[folder + 1 :], True))
-    assert sum(harmful for _, harmful in cases) > 95
-    for damaged, harmful in cases:
+    data, good, rng, skipped = newest.read_bytes(), checkpoint.newest_checkpoint(path), random.Random(0), 0
+    places = [0, 1, 4, 100, len(data) // 2, len(data) - 1, len(data) - 22, len(data) - 100]
+    places += [rng.randrange(i * len(data) // 50, (i + 1) * len(data) // 50) for i in range(50)]
+    flips = [(place, 1 << rng.randrange(8)) for place in places]
+    flips.append(
+        (data.rindex(b"PK\1\2") + 38, 16)
+    )  # a folder, to PyTorch an empty tensor
+    cases = [data[:place] for place in places]
+    cases += [data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :] for place, bit in flips]
+    for damaged in cases:
         newest.write_bytes(damaged)
         found, warning = checkpoint.newest_checkpoint(path), capsys.readouterr().err
-        if warning or harmful:
+        if warning:
+            skipped += 1
             assert found["step"] == int(older.stem)
             assert re.match(
                 rf"warning: {re.escape(str(newest))} is damaged(, or not a file of tensors.*)?: it is skipped",
@@ -773,6 +751,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
             )
         else:
             assert same(found, good)
+    assert skipped > 95
 
 
 class Bomb:

@@ -3,23 +3,15 @@
 import contextlib
 import ctypes
 from pathlib import Path
-from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
-import impala
-import ppg
-import ppo
 from common import device
 from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
 from common.errors import InputError
-from common.world import World
-from helpers import estimates
-
-FRAMES, ACTIONS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15)
+from test_learning import CASES, FRAMES, learn
 
 
 def test_resolve_device(monkeypatch):
@@ -50,42 +42,14 @@ def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
     assert "mallopt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", [ppo, ppg])
-def test_learning_never_waits_for_the_device(script, monkeypatch):
+@pytest.mark.quick
+@CASES
+def test_learning_never_waits_for_the_device(script, settings, monkeypatch):
     """On the meta device, whose tensors have no content, any `.item()`, `if tensor` or copy to the host raises."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     meta = torch.device("meta")
-    passes = {"update_epochs": 1} if script is ppo else {"e_aux": 1}
-    args = script.Args(num_envs=4, num_steps=8, num_minibatches=2, **passes)
-    agent = script.Agent(FRAMES, ACTIONS, args).to(meta)
-    rollout = script.new_rollout(8, 4, FRAMES, ACTIONS, meta)
-    with torch.no_grad():
-        last_value = agent.get_value(rollout.obs[0])
-    advantages = script.compute_gae(rollout, last_value, 0.99, 0.95)
-    optimizer = torch.optim.Adam(agent.parameters())
-    optimizers = optimizer if script is ppo else (optimizer, optimizer)
-    metrics = script.update(agent, optimizers, rollout, *estimates(rollout, advantages), args, World())
-    if script is ppg:
-        obs, returns = rollout.obs.expand(2, *rollout.obs.shape), torch.empty(2, 8, 4, device=meta)
-        phase = SimpleNamespace(obs=obs, returns=returns)
-        metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, print, World())
-    assert all(value.device == meta for value in metrics.values())
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("use_lstm", [False, True])
-def test_impala_learns_without_waiting_for_the_device(use_lstm, monkeypatch):
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    meta = torch.device("meta")
-    args = impala.Args(use_lstm=use_lstm, num_minibatches=2)
-    agent = impala.Agent(FRAMES, ACTIONS, args).to(meta)
-    obs = torch.empty(9, 4, *FRAMES.shape, dtype=torch.uint8, device=meta)
-    actions = torch.empty(8, 4, dtype=torch.int64, device=meta)
-    floats = [torch.empty(8, 4, device=meta) for _ in range(4)]
-    batch = impala.Unroll(obs, actions, *floats, agent.initial_state(4))
-    metrics = impala.update(agent, torch.optim.Adam(agent.parameters()), batch, args, World())
+    _, metrics = learn(script, FRAMES, torch.float32, 0.1, device=meta, read=lambda value: value, **settings)
     assert all(value.device == meta for value in metrics.values())
 
 

@@ -8,8 +8,7 @@ import ppo
 from common.envs import make_envs
 from common.errors import InputError
 from common.reward_scale import RewardNormalizer
-from fast import small_networks
-from helpers import PPO_AND_PPG, Silent, deterministic_files, level_seeds, parameters
+from helpers import PPO_AND_PPG, Silent, level_seeds
 from test_envs import read_video
 
 
@@ -89,21 +88,6 @@ def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkey
     envs.close()
     first, turn_a, turn_b = ["wait A", "wait B"], ["act 2", "start A"], ["act 2", "start B"]  # the first is reset's
     assert agent.diary == [*first, *turn_a, *turn_b, "wait A", *turn_a, "wait B", *turn_b, "wait A", "wait B"]
-
-
-@PPO_AND_PPG
-def test_runs_with_groups_repeat(script, tmp_path):
-    def run(name, **settings):
-        small = {"num_envs": 4, "num_steps": 32, "num_minibatches": 2, "total_timesteps": 256, "device": "cpu"}
-        with small_networks():
-            args = script.Args(env_id="coinrun,maze", **small, runs_dir=str(tmp_path / name), **settings)
-            run_dir = script.main(args)
-        return parameters(run_dir), deterministic_files(run_dir)
-
-    (first, files), (again, same_files), (one, _) = run("a", num_env_groups=2), run("b", num_env_groups=2), run("c")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert files == same_files
-    assert not all(torch.equal(first[name], one[name]) for name in first)
 
 
 def test_groups_have_other_levels_and_seeds():

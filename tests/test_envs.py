@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -237,19 +236,6 @@ def test_gymnasium_tasks_start_new_episodes_and_say_so(capsys):
     envs.close()
 
 
-def test_gymnasium_cartpole_shapes_and_episodes():
-    envs = make_envs("CartPole-v1", 3, seed=0)
-    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-    assert envs.single_observation_space.shape == (4,)
-    assert envs.single_action_space == gym.spaces.Discrete(2)
-    obs, rewards, terminations, infos = play(envs, random_actions(150, 3) % 2)
-    assert obs.shape == (151, 3, 4)
-    assert obs.dtype == np.float32
-    # Every step gives 1, so that an episode's return is its length only if its first reward is counted in it.
-    assert (rewards == 1).all()
-    assert check_episodes(rewards, terminations, infos) >= 2
-
-
 class KeepEnv(gym.Env):
     """Keeps the last action that it got."""
 
@@ -318,49 +304,6 @@ def test_gymnasium_time_limit():
 
 
 # --------------------------------------------------------------------------------------------------------- normaliser
-
-
-class SlowNormalizer:
-    """RewardNormalizer from its definition: all returns so far, and 1e-4 of a sample of mean 0 and variance 1."""
-
-    def __init__(self, num_envs, gamma):
-        self.gamma, self.running, self.all_returns = gamma, [0.0] * num_envs, []
-
-    def __call__(self, rewards, dones):
-        for reward, done in zip(rewards.astype(np.float64), dones, strict=True):
-            for env in range(len(self.running)):
-                self.running[env] = reward[env] + self.gamma * self.running[env]
-                self.all_returns.append(self.running[env])
-                if done[env]:
-                    self.running[env] = 0.0
-        returns, prior = np.array(self.all_returns), 1e-4
-        weight = prior + len(returns)
-        var = (prior * 1.0 + (returns**2).sum()) / weight - (returns.sum() / weight) ** 2
-        return np.clip(rewards / np.sqrt(var + 1e-8), -10, 10)
-
-
-def segment(rng, num_steps=20, num_envs=3, offset=0.0):
-    rewards = rng.normal(offset, 2, (num_steps, num_envs)).astype(np.float32)
-    return rewards, (rng.random((num_steps, num_envs)) < 0.1).astype(np.float32)
-
-
-@pytest.mark.parametrize(("gamma", "offset"), [(0.99, 0.0), (0.999, 5.0), (0.0, -1.0)])
-def test_normalizer_is_its_definition(gamma, offset):
-    """Also where a run is resumed, before each segment."""
-    rng = np.random.default_rng(0)
-    fast, slow = RewardNormalizer(3, gamma), SlowNormalizer(3, gamma)
-    for _ in range(5):
-        state, fast = json.loads(json.dumps(fast.state_dict())), RewardNormalizer(3, gamma)
-        fast.load_state_dict(state)
-        rewards, dones = segment(rng, offset=offset)
-        before = rewards.copy()
-        scaled = fast(rewards, dones)
-        assert scaled.dtype == np.float32
-        np.testing.assert_allclose(scaled, slow(rewards, dones), rtol=1e-5)
-        np.testing.assert_array_equal(rewards, before)
-    returns = np.array(slow.all_returns)
-    np.testing.assert_allclose(fast.mean, returns.mean(), rtol=1e-5)
-    np.testing.assert_allclose(fast.var, np.var(returns), rtol=1e-5)
 
 
 def test_normalizer_clips():

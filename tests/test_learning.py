@@ -27,10 +27,10 @@ CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
 
-def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, prepare=None, **settings):
+def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, prepare=None, read=float, **settings):
     """How the parameters change by learning from random experience, and the metrics; the same for the same sizes.
 
-    `prepare` is called with the agent once it lies on `device`.
+    `prepare` is called with the agent once it lies on `device`, `read` with each metric.
     """
     torch.manual_seed(0)
     sizes = {"num_minibatches": 2} | ({} if script is impala else {"num_envs": 6, "num_steps": 8})
@@ -60,15 +60,14 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, p
         )  # fmt: skip
         rollout = script.Rollout(*(x.to(device) for x in rollout))
         optimizers = optimizer if script is ppo else (optimizer, optimizer)
-        advantages = torch.randn(8, 6, dtype=dtype).to(device)
+        advantages = script.compute_gae(rollout, torch.randn(6, dtype=dtype).to(device), 0.9, 0.9)
         metrics = script.update(agent, optimizers, rollout, *estimates(rollout, advantages), args, WORLD)
         if script is ppg:
             obs, returns = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
             phase = SimpleNamespace(obs=obs, returns=returns)
             metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
-    return parameters_to_vector(agent.parameters()).detach() - start, {
-        tag: float(value) for tag, value in metrics.items()
-    }
+    change = parameters_to_vector(agent.parameters()).detach() - start
+    return change, {tag: read(value) for tag, value in metrics.items()}
 
 
 @quick

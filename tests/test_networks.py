@@ -1,8 +1,8 @@
 """Encoders, initial weights and agents; the blocks that the scripts must hold byte for byte; and what a script is."""
 
-import ast
 import inspect
 import math
+import re
 from pathlib import Path
 
 import gymnasium as gym
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import common
 import impala
 import ppg
 import ppo
@@ -61,26 +62,25 @@ def test_the_encoder_is_called_alike(script):
 
 
 def imports_from_common(source: str) -> list[tuple[str, str]]:
-    """The modules of common/ and the names that a file imports from them, also inside functions."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "common":
-            found += [(node.module, each.name) for each in node.names]
-        elif isinstance(node, ast.Import):
-            found += [(each.name, each.name) for each in node.names if each.name.partition(".")[0] == "common"]
-    return found
-
-
-def test_imports_are_found():
-    source = "import common.a\nfrom common.b import c, d\nif True:\n    from common import e\nimport commons"
-    assert imports_from_common(source) == [
-        ("common.a", "common.a"), ("common.b", "c"), ("common.b", "d"), ("common", "e"),
-    ]  # fmt: skip
+    """The files of common/ and the names that a file imports from them, also inside functions."""
+    assert not re.search(r"^\s*(import common|from common import \*|from \.)", source, re.M)
+    lines = re.findall(r"^ *from common(?:\.(\w+))? import (.+)$", source, re.M)
+    return [(module or name, name) for module, names in lines for name in names.split(", ")]
 
 
 @ALL
 def test_a_script_imports_few_names(script):
-    assert len(imports_from_common(inspect.getsource(script))) <= 14
+    assert 5 <= len(imports_from_common(inspect.getsource(script))) <= 14
+
+
+def test_the_files_of_common_lie_in_layers():
+    """As common/__init__.py lists them: each imports from files before it alone, and none imports a script."""
+    order = [name for line in re.findall(r"^([\w, ]+): ", common.__doc__, re.M) for name in line.split(", ")]
+    assert sorted(order) == sorted(path.stem for path in COMMON.glob("*.py") if path.stem != "__init__")
+    for number, name in enumerate(order):
+        source = (COMMON / f"{name}.py").read_text()
+        assert {module for module, _ in imports_from_common(source)} <= set(order[:number]), name
+        assert not re.search(r"^\s*(from|import) (ppo|ppg|impala)\b", source, re.M), name
 
 
 @ALL
@@ -184,16 +184,6 @@ def test_identity_and_xavier_normal_init(script):
     assert weight.abs().max() > 4 * weight.std()  # a normal distribution has tails
     assert not bias.any()
     assert agent.policy_head.linear.weight.std().item() == pytest.approx(0.01 * math.sqrt(2 / (256 + 15)), rel=0.1)
-
-
-@ALL
-def test_widths(script):
-    args = script.Args(feature_dim=24, hidden_dim=40)
-    vectors = script.Agent(gym.spaces.Box(-1, 1, (7,), np.float32), gym.spaces.Discrete(3), args)
-    frames = script.Agent(FRAMES, gym.spaces.Discrete(3), args)
-    assert vectors.encoder[0].weight.shape == (40, 7)
-    assert vectors.encoder(torch.zeros(2, 7)).shape == (2, 24)
-    assert frames.encoder(torch.zeros(2, 64, 64, 3, dtype=torch.uint8)).shape == (2, 24)
 
 
 @PPO_AND_PPG

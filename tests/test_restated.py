@@ -142,15 +142,32 @@ IMPALA = {
     "the paper's T and B": {"num_envs": 64, "total_timesteps": 1280},
     "small": {"num_steps": 6, "batch_size": 2, "total_timesteps": 96, "learning_rate": 0.03, "micro_batch_size": 6},
     "all settings": {
-        "num_steps": 6, "batch_size": 2, "total_timesteps": 96, "gamma": 0.9, "vtrace_lambda": 0.8, "rho_bar": 1.5,
-        "c_bar": 1.2, "pg_rho_bar": 0.9, "ent_coef": 0.1, "vf_coef": 2.0, "max_grad_norm": 0.02, "anneal_lr": False,
+        "num_steps": 6, "batch_size": 2, "total_timesteps": 96, "gamma": 0.9, "vtrace_lambda": 0.8, "rho_bar": 1.02,
+        "c_bar": 0.98, "pg_rho_bar": 0.99, "ent_coef": 0.1, "vf_coef": 2.0, "max_grad_norm": 0.02, "anneal_lr": False,
         "learning_rate": 0.03, "rmsprop_eps": 1e-3,
     },
 }  # fmt: skip
-IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}
+APPO = {
+    "default": {},
+    "other settings": {
+        "sample_fraction": 0.6, "num_minibatches": 5, "clip_coef": 0.05, "gamma": 0.9, "vtrace_lambda": 0.8,
+        "rho_bar": 1.02, "c_bar": 0.98, "pg_rho_bar": 0.99, "ent_coef": 0.1, "vf_coef": 2.0, "max_grad_norm": 0.05,
+        "anneal_lr": True, "micro_batch_size": 6,
+    },
+}  # fmt: skip
+with_lstm = {"use_lstm": True}
+IMPALA |= {f"{name}, LSTM": IMPALA[name] | with_lstm for name in ("small", "all settings")}
+APPO |= {f"{name}, LSTM": settings | with_lstm for name, settings in APPO.items()}
 
 
 @pytest.mark.parametrize("settings", IMPALA.values(), ids=IMPALA)
 def test_impala(settings, check):
     """Rounds of unrolls make two batches each, the second of which lags behind by an update."""
-    check(impala, restated.impala, **impala.PRESETS["paper"] | {"num_actors": 0} | settings)
+    check(impala, restated.impala, **impala.PRESETS["paper"] | {"preset": "paper", "num_actors": 0} | settings)
+
+
+@pytest.mark.parametrize("settings", APPO.values(), ids=APPO)
+def test_appo(settings, check):
+    """As above: V-trace's ratios are not 1 in every second batch."""
+    small = {"num_actors": 0, "num_envs": 16, "num_steps": 6, "batch_size": 8, "num_minibatches": 3}
+    check(impala, restated.impala, **small | {"norm_reward": "clip", "total_timesteps": 192} | settings)

@@ -1,6 +1,8 @@
 """The run folder, its logs, and what a person sees of a run."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -64,14 +66,9 @@ def parsed(script, words):
     return parse(script.Args, default=script.Args(), words=words)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _server():
-    fast.start_server()
-
-
 @pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
 def finished(request, tmp_path_factory):
-    """One finished run of each script: script, args, path, the agent that was trained, the seconds it took."""
+    """One finished run of each script, with what it has printed."""
     script, agents = request.param, []
     args = make_args(script, tmp_path_factory.mktemp("finished") / "runs", seed=3)
     agent_class = script.Agent
@@ -80,12 +77,14 @@ def finished(request, tmp_path_factory):
         agents.append(agent_class(*arguments))
         return agents[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(script, "Agent", keep)
+        patch.setattr("common.run.LINE_SECONDS", 0)
         start = time.time()
         path = script.main(args)
     args = dataclasses.replace(args, precision=resolve_precision("auto", "cpu"))  # what a run was made with, it records
-    return SimpleNamespace(script=script, args=args, path=path, agent=agents[0], start=start, end=time.time())
+    times = {"start": start, "end": time.time()}
+    return SimpleNamespace(script=script, args=args, path=path, agent=agents[0], output=output.getvalue(), **times)
 
 
 def read_scalars(run_dir):
@@ -289,37 +288,23 @@ assert not {"procgen", "gym", "gym3", "wandb"} & sys.modules.keys()
     assert not list(tmp_path.iterdir())
 
 
-@ALL
-def test_plain_progress_lines(script, tmp_path):
-    args = make_args(script, tmp_path / "runs", seed=2)
-    with fast.Fork(tmp_path / "printed", fast.run_script, script.__name__, flags(args)) as process:
-        assert (process.wait(), process.errors) == (0, "")
-    header, *steps, done = process.output.splitlines()
-    (path,) = (tmp_path / "runs").iterdir()
-    title = f"{script.Args().title} on CartPole-v1"
-    for part in (title, "seed 2", "1,024 steps", "cpu", " parameters", f"runs/{path.name}"):
+def test_plain_progress_lines(finished):
+    """Whenever an episode ends, not once an iteration."""
+    header, *lines, done = finished.output.splitlines()
+    title = f"{finished.script.Args().title} on CartPole-v1"
+    for part in (title, "seed 3", "1,024 steps", "cpu", " parameters", f"runs/{finished.path.name}"):
         assert part in header
-    model = torch.load(path / "model.pt", weights_only=True)
-    assert f"{sum(value.numel() for value in model['agent'].values()):,} parameters" in header
-    assert steps
-    assert all(re.fullmatch(r"[\d,]+/1,024  \d+ steps/s  return [\d.]+  ETA 0:\d\d h", line) for line in steps)
-    assert steps[-1].startswith("1,024/1,024")
-    num_episodes = len(read_csv(path / "episodes.csv"))
-    last = float(read_csv(path / "progress.csv")[-1]["last_100_return"])
+    assert f"{sum(value.numel() for value in finished.agent.parameters()):,} parameters" in header
+    pattern = r"([\d,]+)/1,024  \d+ steps/s  return [\d.]+  ETA 0:\d\d h(  aux\. phase 1/1)?"
+    shown = [int(re.fullmatch(pattern, line)[1].replace(",", "")) for line in lines]
+    assert shown == sorted(shown)
+    assert shown[-1] == 1024
+    assert len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3
+    num_episodes = len(read_csv(finished.path / "episodes.csv"))
+    last = float(read_csv(finished.path / "progress.csv")[-1]["last_100_return"])
     assert re.match(r"done: 1,024 steps in [\d:]+ \(\d+ steps/s\), ", done)
     assert f"{num_episodes} episodes, last 100: return {last:.2f}" in done
-    assert done.rpartition("model: ")[2] == str(path / "model.pt")
-
-
-@ALL
-def test_progress_within_an_iteration(script, monkeypatch, capsys, tmp_path):
-    """The bar moves whenever an episode ends, not once an iteration."""
-    monkeypatch.setattr("common.run.LINE_SECONDS", 0)
-    script.main(make_args(script, tmp_path))
-    _, *lines, _ = capsys.readouterr().out.splitlines()
-    shown = [int(line.split("/")[0].replace(",", "")) for line in lines]
-    assert shown == sorted(shown)
-    assert len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3
+    assert done.rpartition("model: ")[2] == str(finished.path / "model.pt")
 
 
 def test_progress_on_a_terminal(monkeypatch, capsys, tmp_path):
@@ -381,12 +366,12 @@ def run_tracked(folder, words):
 
 def test_track_offline(tmp_path):
     pytest.importorskip("wandb")
-    args = make_args(ppo, tmp_path / "runs", track=True)
+    args = make_args(ppo, tmp_path / "runs", track=True, wandb_project_name="mine-project", wandb_entity="our-team")
     with fast.Fork(tmp_path, run_tracked, tmp_path, flags(args)) as process:
         assert process.wait(120) == 0, process.errors
     (path,) = (tmp_path / "runs").glob("CartPole*")
     assert (path / "model.pt").exists()
     (log,) = tmp_path.glob(f"runs/wandb/offline-run-*/run-{path.name}.wandb")
     content = log.read_bytes()
-    for word in (*CLEANRL_TAGS, path.name):
+    for word in (*CLEANRL_TAGS, path.name, "mine-project", "our-team"):
         assert word.encode() in content, word

@@ -1,11 +1,8 @@
 """What the scripts share around their loops: settings and their command line, the end of a run, its metrics."""
 
-import ast
 import dataclasses
-import inspect
 import math
 import re
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -165,17 +162,6 @@ def test_nan_in_any_network_is_found(part, name, value):
 # -------------------------------------------------------------------------------------------------------- command line
 
 
-def help_texts(args_class):
-    """The string below each field in the source of a dataclass and its parents."""
-    texts = {}
-    for parent in reversed(args_class.__mro__[:-1]):
-        (tree,) = ast.parse(inspect.getsource(parent)).body
-        for field, text in pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[field.target.id] = text.value.value
-    return texts
-
-
 @ALL
 def test_help(script, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
@@ -193,13 +179,13 @@ def test_help(script, monkeypatch, capsys):
     assert titles == ["options", *(f"{title} options" for title in groups)]
     _, description, *_ = shown.out.split("\n\n")
     assert " ".join(description.split()) == script.__doc__.splitlines()[0]
-    texts, content = help_texts(script.Args), re.sub(r"[\s│]", "", shown.out)
+    texts = {name: text for section in settings.sections(script.Args).values() for name, text in section.items()}
+    content = re.sub(r"[\s│]", "", shown.out)
     assert texts.keys() == {field.name for field in dataclasses.fields(script.Args)}
     for name, text in texts.items():
         assert f"--{name.replace('_', '-')}" in content
         assert re.sub(r"\s", "", text) in content, name
-        assert text
-        assert "\n" not in text, f"the help of {name} is more than a line"
+        assert text, name
 
 
 @pytest.mark.parametrize("words", [["--baseline-coef", "0.7"], ["--baseline-coef=0.7"], ["--vf-coef", "0.7"]])
@@ -242,46 +228,30 @@ def test_a_resumed_run_keeps_its_preset():
 
 # -------------------------------------------------------------------------------------------------------------- limits
 
-LIMITS = {
-    settings.Positive: {
-        *("num_envs", "num_env_groups", "total_timesteps", "num_steps", "num_minibatches", "update_epochs"),
-        *("clip_coef", "clip_coef_vf", "max_grad_norm", "target_kl", "feature_dim", "hidden_dim", "eval_episodes"),
-        *("micro_batch_size", "keep_checkpoints", "e_policy", "e_value", "kl_penalty", "n_pi", "e_aux"),
-        *("num_aux_rollouts", "num_aux_grad_accum", "batch_size", "queue_size", "log_interval"),
-    },
-    settings.NotNegative: {
-        *("learning_rate", "adam_eps", "ent_coef", "vf_coef", "intrinsic_coef", "eval_interval", "num_actors"),
-        *("aux_learning_rate", "checkpoint_interval", "beta_clone", "rmsprop_eps", "num_levels", "start_level"),
-        *("eval_num_levels", "eval_start_level"),
-    },
-    settings.Fraction: {
-        *("gamma", "gae_lambda", "norm_reward_gamma", "intrinsic_gamma", "vtrace_lambda", "sample_fraction"),
-    },
-    settings.Seed: {"seed"},
-}
-OUTSIDE = {
-    settings.Positive: [0, -1],
-    settings.NotNegative: [-1, -1e-9],
-    settings.Fraction: [1.5, -0.1],
-    settings.Seed: [-1, 2**31],
-}
-INSIDE = {
-    settings.Positive: [1, 1e-9],
-    settings.NotNegative: [0, 1e9],
-    settings.Fraction: [0, 1, 0.5],
-    settings.Seed: [0, 2**31 - 1],
-}
+LIMITS = {  # settings: values within their limits, and outside
+    "num_envs num_env_groups total_timesteps num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
+    "max_grad_norm target_kl feature_dim hidden_dim eval_episodes micro_batch_size keep_checkpoints e_policy e_value "
+    "kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum batch_size queue_size log_interval": (
+        [1, 1e-9], [0, -1]
+    ),
+    "learning_rate adam_eps ent_coef vf_coef intrinsic_coef eval_interval num_actors aux_learning_rate "
+    "checkpoint_interval beta_clone rmsprop_eps num_levels start_level eval_num_levels eval_start_level": (
+        [0, 1e9], [-1, -1e-9]
+    ),
+    "gamma gae_lambda norm_reward_gamma intrinsic_gamma vtrace_lambda sample_fraction": ([0, 1, 0.5], [1.5, -0.1]),
+    "seed": ([0, 2**31 - 1], [-1, 2**31]),
+}  # fmt: skip
 
 
 @pytest.mark.quick
 @ALL
 def test_limits_belong_to_the_fields(script):
     names = {field.name for field in dataclasses.fields(script.Args)}
-    for kind, limited in LIMITS.items():
-        for name in limited & names:
-            for value in INSIDE[kind]:
+    for limited, (inside, outside) in LIMITS.items():
+        for name in names & set(limited.split()):
+            for value in inside:
                 settings.check_limits(script.Args(**{name: value}))
-            for value in (*OUTSIDE[kind], math.nan, math.inf, -math.inf):
+            for value in (*outside, math.nan, math.inf, -math.inf):
                 with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} {value} cannot work: use "):
                     script.Args(**{name: value}).validate()
 
@@ -295,7 +265,7 @@ def test_a_number_without_limits_is_checked_elsewhere(script):
         hint = str(settings.get_type_hints(script.Args)[field.name])
         numbers |= {field.name} if "int" in hint or "float" in hint else set()
     elsewhere = {"num_threads"} | ({"rho_bar", "c_bar", "pg_rho_bar"} if script is impala else set())
-    assert numbers - set().union(*LIMITS.values()) == elsewhere
+    assert numbers - set(" ".join(LIMITS).split()) == elsewhere
 
 
 @pytest.mark.quick

@@ -5,12 +5,9 @@ import torch
 
 import ppg
 import ppo
-from common.envs import make_envs
 from common.load import load_agent
 from common.procgen_env import PROCGEN_GAMES
-from common.reward_scale import RewardNormalizer
-from helpers import PPO_AND_PPG, Silent, deterministic_files, evaluate, parameters
-from test_run import read_scalars
+from helpers import PPO_AND_PPG, evaluate, parameters
 
 
 def short_args(script, tmp_path, **settings):
@@ -29,36 +26,6 @@ def tiny_args(script, tmp_path, **settings):
     return short_args(script, tmp_path, **tiny | settings)
 
 
-@pytest.mark.quick
-@PPO_AND_PPG
-@pytest.mark.parametrize("norm_reward", ["none", "return"])
-def test_a_reward_for_the_last_step_alone_is_kept(script, norm_reward):
-    """TestLast-v0 pays 1 for step 3, the end of its episode, and nothing else."""
-    envs = make_envs("TestLast-v0", 2, seed=0)
-    spaces = envs.single_observation_space, envs.single_action_space
-    rollout, obs = script.new_rollout(8, 2, *spaces, torch.device("cpu")), torch.as_tensor(envs.reset(seed=0)[0])
-    normalizer = RewardNormalizer(2, 0.9, norm_reward)
-    script.collect(script.Agent(*spaces, script.Args()), envs, rollout, obs, 0, normalizer, Silent())
-    envs.close()
-    ends, scale = torch.tensor([0.0, 0, 1, 0, 0, 1, 0, 0]), rollout.rewards[2, 0]
-    assert scale > 0 if norm_reward == "return" else scale == 1
-    for n in range(2):
-        assert torch.equal(rollout.dones[:, n], ends)
-        assert torch.equal(rollout.rewards[:, n], scale * ends)
-
-
-@PPO_AND_PPG
-def test_same_seed_same_run(script, tmp_path):
-    """With vectors: tests/test_flags.py; with actions in a Box: tests/test_checkpoint.py."""
-    first, second, other = (
-        script.main(tiny_args(script, tmp_path, env_id="coinrun,maze", seed=seed)) for seed in (5, 5, 6)
-    )
-    a, b, c = (parameters(run_dir) for run_dir in (first, second, other))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not all(torch.equal(a[name], c[name]) for name in a)
-    assert deterministic_files(first) == deterministic_files(second)
-
-
 def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -74,15 +41,6 @@ def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
 def test_every_game(game, tmp_path):
     run_dir = ppo.main(tiny_args(ppo, tmp_path, env_id=game, num_envs=2, total_timesteps=8))
     load_agent(run_dir)
-
-
-@PPO_AND_PPG
-def test_learning_rate_falls_linearly_over_the_whole_run(script, tmp_path):
-    """CleanRL's PPG restarts the schedule in every phase. 5 iterations: 2 phases of 2 and a remainder."""
-    settings = {"env_id": "CartPole-v1", "total_timesteps": 5 * 32, "anneal_lr": True, "learning_rate": 1e-3}
-    scalars = read_scalars(script.main(short_args(script, tmp_path, **settings)))
-    rates = [(32 * (i + 1), pytest.approx(1e-3 * (1 - i / 5))) for i in range(5)]
-    assert scalars["charts/learning_rate"] == rates
 
 
 # ------------------------------------------------------------------------------------------------------- learning
