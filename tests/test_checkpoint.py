@@ -734,9 +734,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
     places = [0, 1, 4, 100, len(data) // 2, len(data) - 1, len(data) - 22, len(data) - 100]
     places += [rng.randrange(i * len(data) // 50, (i + 1) * len(data) // 50) for i in range(50)]
     flips = [(place, 1 << rng.randrange(8)) for place in places]
-    flips.append(
-        (data.rindex(b"PK\1\2") + 38, 16)
-    )  # a folder, to PyTorch an empty tensor
+    flips.append((data.rindex(b"PK\1\2") + 38, 16))  # a folder, to PyTorch an empty tensor
     cases = [data[:place] for place in places]
     cases += [data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :] for place, bit in flips]
     for damaged in cases:

@@ -373,5 +373,6 @@ def test_track_offline(tmp_path):
     assert (path / "model.pt").exists()
     (log,) = tmp_path.glob(f"runs/wandb/offline-run-*/run-{path.name}.wandb")
     content = log.read_bytes()
-    for word in (*CLEANRL_TAGS, path.name, "mine-project", "our-team"):
+    for word in (*CLEANRL_TAGS, path.name):
         assert word.encode() in content, word
+    assert b"\x12\x08our-team\x1a\x0cmine-project" in content  # fields 2 and 3 of wandb's RunRecord, with their lengths
