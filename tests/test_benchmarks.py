@@ -6,9 +6,11 @@ import inspect
 import json
 import os
 import re
-import runpy
 import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -16,18 +18,23 @@ import pytest
 import torch
 
 import collect
+import convert
+import evaluate
 import exploration
+import gpu_check
+import gpu_parts
 import ppo
 import precision
 import random_policy
 import readme
+import run as launcher
 import scaling
 import throughput
 from common import device, session
 from common.envs import make_envs
 from common.errors import InputError
 from common.run import Run
-from common.settings import parse
+from common.settings import flag, parse
 from fast import Fork, run_script, small_networks
 from helpers import read_csv
 from ranks import Ranks
@@ -67,18 +74,6 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
             collect.collect(run_dir, results)
 
 
-def test_collect_does_not_mix_settings(tmp_path):
-    results = tmp_path / "results"
-    small = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32, "runs_dir": str(tmp_path)}
-    first, other_seed, other_rate = (
-        ppo.main(ppo.Args(env_id="CartPole-v1", **small, **settings))
-        for settings in ({}, {"seed": 2}, {"seed": 3, "learning_rate": 1e-4})
-    )
-    assert collect.collect(first, results).parent == collect.collect(other_seed, results).parent
-    with pytest.raises(InputError, match="other settings"):
-        collect.collect(other_rate, results)
-
-
 @pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("..", "-"), ("", "-"), ("a/b.5", "a-b.5")])
 def test_collect_stays_among_the_results(exp_name, folder, tmp_path, monkeypatch):
     results = tmp_path / "results"
@@ -96,6 +91,29 @@ def test_collect_compares_what_makes_a_run():
     others = plain.replace("1e-4", "1e-5"), plain.replace("100", "200"), plain + " --anneal-lr", plain[:-22]
     for other in (*others, plain.replace("ppo.py", "ideas/ppo.py")):
         assert collect.same_settings(other) != collect.same_settings(plain)
+
+
+LIMITED = [convert, evaluate, exploration, gpu_check, gpu_parts, launcher, random_policy, scaling, throughput]
+
+
+@pytest.mark.parametrize("module", LIMITED, ids=lambda module: module.__name__)
+def test_numbers_and_choices_have_limits(module):
+    """Which `main` checks before all else. The limits themselves: tests/test_session.py."""
+    required, tried = [Path() for field in fields(module.Args) if field.default is MISSING], 0
+    for name, hint in get_type_hints(module.Args).items():
+        if kind := re.search(r"\b(int|float|Literal)\b", str(hint)):
+            args, value = module.Args(*required), "other" if kind[1] == "Literal" else -1
+            setattr(args, name, (value,) if isinstance(getattr(args, name), tuple) else value)
+            with pytest.raises(InputError, match=f"^{flag(name)} {value} (cannot work|is not known)"):
+                module.main(args)
+            tried += 1
+    assert tried
+
+
+def test_every_script_says_an_error_in_one_line():
+    for path in Path(throughput.__file__).parent.glob("*.py"):
+        _, guard, rest = path.read_text().partition('\nif __name__ == "__main__":\n')
+        assert not guard or rest.startswith("    with one_line_errors():\n"), path
 
 
 def test_random_returns_have_the_quota_of_every_environment():
@@ -117,28 +135,12 @@ def test_random_actions_of_any_kind(env_id, capsys):
         ({"env_ids": ("maze", "nothing")}, "'nothing' is not known"),
         ({"env_ids": ("maze", "coinrun,maze"), "num_envs": 3}, "--num-envs 3 cannot be shared"),
         ({"env_ids": ("CartPole-v1",), "distribution_mode": "hard"}, "are for Procgen"),
-        ({"distribution_mode": "simple"}, "--distribution-mode simple"),
-        ({"num_envs": 0}, "--num-envs 0"),
-        ({"episodes": 0}, "--episodes 0"),
-        ({"seed": -1}, "--seed -1"),
     ],
 )
 def test_random_policy_refuses_what_cannot_work(settings, words, monkeypatch):
     monkeypatch.setattr(random_policy, "random_returns", None)  # nothing is played
     with pytest.raises(InputError, match=words):
         random_policy.main(random_policy.Args(**settings))
-
-
-def run_random_policy(*words):
-    sys.argv = ["random_policy.py", *words]
-    runpy.run_path(random_policy.__file__, run_name="__main__")
-
-
-def test_random_policy_says_it_in_one_line(tmp_path):
-    with Fork(tmp_path, run_random_policy, "--env-ids", "maze", "nothing") as process:
-        assert process.wait() == 2
-    assert not process.output
-    assert re.fullmatch(r"error: .* 'nothing' is not known.*\n", process.errors)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
@@ -284,7 +286,7 @@ def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
             "precision": "fp32", "steps_per_second": speed, "act_us": 100, "env_us": 10, "learn_us": 900, "aux_us": 0,
             "learn_share_of_matmul": 0.5, "aux_share_of_matmul": "", "share_of_matmul": 0.4, "peak_gb": 1.5,
         }
-        for configuration, speeds in (("plain", (100, 200, 100)), ("default", (400, 900, 500)))
+        for configuration, speeds in (("plain", (100, 200, 100)), ("default", (400, 900, 500, 700)))
         for repeat, speed in enumerate(speeds)
     ]  # fmt: skip
     rows.append({"algorithm": "ppo", "configuration": "default", "repeat": 0, "sweep": "memory", "peak_gb": 1.234})
@@ -302,15 +304,9 @@ def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
     line = next(line for line in document.splitlines() if line.startswith("| PPO default"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[1:4] == ["500 [400, 900]", "4.50 [4.00, 5.00]", "-"]
+    assert cells[1:4] == ["600 [400, 900]", "4.50 [4.00, 5.00]", "-"]
     assert cells[4:] == ["100", "10", "900", "0", "50%, -, 40%", "1.23"]
     assert (out / "cpu.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("settings", [{"algorithms": ("dqn",)}, {"configurations": ("fast",)}, {"sweeps": ("colour",)}])
-def test_throughput_refuses_what_it_does_not_know(settings):
-    with pytest.raises(InputError, match="is not known: use"):
-        throughput.main(throughput.Args(**settings))
 
 
 def test_throughput_configurations_alternate():
@@ -392,32 +388,6 @@ def test_scaling_runs_one_process_and_two_ranks(tmp_path, monkeypatch):
     assert "| IMPALA (APPO) | 2 |" in (tmp_path / "cpu.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"algorithms": ("dqn",)}, "--algorithms dqn is not known"),
-        ({"ranks": (1, 0)}, "--ranks 0"),
-        ({"repeats": 0}, "--repeats 0"),
-        ({"iterations": 0}, "--iterations 0"),
-    ],
-)
-def test_scaling_refuses_what_cannot_work(settings, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        scaling.main(scaling.Args(**settings, out=tmp_path))
-
-
-def test_scaling_compares_in_each_round():
-    """In those that have both: a measurement may have been stopped."""
-    speeds = {("ppo", "1"): (100, 200, 300), ("ppo", "2"): (150, 360)}
-    rows = [
-        {"algorithm": algorithm, "ranks": ranks, "repeat": str(repeat), "steps_per_second": str(speed)}
-        for (algorithm, ranks), values in speeds.items()
-        for repeat, speed in enumerate(values)
-    ]
-    *_, last = scaling.table(rows)
-    assert last == "| PPO | 2 | 255 [150, 360] | 1.65 [1.50, 1.80] |"
-
-
 def test_exploration_from_runs_to_table(tmp_path, monkeypatch):
     """Fine-tuning starts from the pretrained run, and nothing is run twice."""
 
@@ -453,11 +423,3 @@ def test_exploration_from_runs_to_table(tmp_path, monkeypatch):
         "| fine-tuned-new-heads | 2,048 | never, never | nan, nan |",
     ]
     assert (tmp_path / "exploration" / "exploration.png").stat().st_size > 3000
-
-
-def test_exploration_finds_the_first_return():
-    curve = exploration.Curve([10, 20, 30, 40], [1.0] * 4, [0, 2, 3, 1], [float("nan"), -200.0, -199.5, -150.0])
-    assert exploration.found(curve) == 30
-    assert np.isnan(exploration.found(exploration.Curve([10], [1.0], [2], [-200.0])))
-    (_, _, line) = exploration.table({"rnd": [curve]}).splitlines()
-    assert line == "| rnd | 40 | 30 | -191 |"

@@ -269,18 +269,6 @@ def test_bad_settings(script, settings, words, tmp_path):
     check_rejected(script, tmp_path, {"env_id": "maze", "eval_interval": 64} | settings, *words)
 
 
-@pytest.mark.quick
-def test_an_agent_with_a_memory_is_evaluated_with_it(tmp_path):
-    """Of two episodes of four steps."""
-    args = make_args(impala, tmp_path, env_id="TestCue-v0", use_lstm=True)
-    place = held_out("TestCue-v0", 3)
-    agent = impala.Agent(place.envs.single_observation_space, place.envs.single_action_space, args)
-    seen, step = [], agent.step
-    agent.step = lambda obs, state: seen.append(bool(state.any())) or step(obs, state)
-    place.play(agent, 2, greedy=True)
-    assert seen == [False, True, True, True] * 2
-
-
 def test_normalized_returns():
     assert all(RETURN_RANGES[mode].keys() == set(PROCGEN_GAMES) for mode in ("easy", "hard"))
     assert all(least < best for ranges in RETURN_RANGES.values() for least, best in ranges.values())

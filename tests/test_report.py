@@ -38,11 +38,6 @@ def test_differences_of_means():
     assert curves.difference([1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.0, -4.8106, 4.8106), abs=1e-3)
 
 
-def test_intervals_of_means():
-    """By hand: the mean is 2, its standard error 1, and t(.975) with 1 degree of freedom 12.706."""
-    assert curves.mean_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
-
-
 def test_means_over_games_from_known_numbers():
     games = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([10.0, 10.0, 10.0, 30.0])]
     assert curves.mean_over_games(games) == (1.5 + 15) / 2

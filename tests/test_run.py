@@ -210,6 +210,7 @@ def outputs(agent):
 
 def check_same_agent(agent, trained):
     expected = trained.state_dict()
+    assert not agent.training
     assert all(torch.equal(value, expected[name]) for name, value in agent.state_dict().items())
     for mine, theirs in zip(outputs(agent), outputs(trained), strict=True):
         assert torch.equal(mine, theirs)
