@@ -145,10 +145,10 @@ def policy_loss(policy: Tensor, sample: Sample, args: Any) -> Tensor:
     return -(objective + args.ent_coef * entropy)
 
 
-def value_loss(params: Parameters, sample: Sample, args: Any, arch: str) -> Tensor:
+def value_loss(value: Tensor, sample: Sample, args: Any) -> Tensor:
     """Half the squared error, weighted. With `clip_coef_vf`, that of the value or of the value clipped to this distance
     from the old one, whichever is larger (baselines)."""
-    value, clip = value_of(params, sample.obs, arch), args.clip_coef_vf
+    clip = getattr(args, "clip_coef_vf", None)
     error = (value - sample.target) ** 2
     if clip is not None:
         change = max(-clip, min(clip, value - sample.old_value))
@@ -161,6 +161,15 @@ def mean(losses: Iterator[Tensor]) -> Tensor:
     return sum(losses) / len(losses)
 
 
+def clipped_gradients(params: Parameters, loss: Tensor, max_norm: float | None, size: int = 1) -> list[Tensor]:
+    """The gradients of a loss that is a sum over `size` samples, scaled down together to `size` times an L2 norm of
+    `max_norm` (but for PyTorch's 1e-6)."""
+    gradients = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
+    norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
+    factor = 1.0 if max_norm is None else min(1.0, size * max_norm / (norm + size * 1e-6))
+    return [factor * gradient for gradient in gradients]
+
+
 class Adam:
     """Adam, algorithm 1, on `params`, whose tensors it replaces."""
 
@@ -169,14 +178,12 @@ class Adam:
         self.m, self.v = ({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2))
 
     def descend(self, loss: Tensor, rate: float, max_grad_norm: float | None) -> None:
-        """Take one step, with a gradient whose L2 norm is scaled down to `max_grad_norm` (but for PyTorch's 1e-6)."""
-        gradients = torch.autograd.grad(loss, list(self.params.values()), materialize_grads=True)
-        norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
-        factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
+        """Take one step."""
+        gradients = clipped_gradients(self.params, loss, max_grad_norm)
         self.t += 1
         for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
-            self.m[name] = 0.9 * self.m[name] + 0.1 * factor * gradient
-            self.v[name] = 0.999 * self.v[name] + 0.001 * (factor * gradient) ** 2
+            self.m[name] = 0.9 * self.m[name] + 0.1 * gradient
+            self.v[name] = 0.999 * self.v[name] + 0.001 * gradient**2
             m_hat, v_hat = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.999**self.t)
             self.params[name] = (value - rate * m_hat / (v_hat.sqrt() + self.eps)).detach().requires_grad_()
 
@@ -217,15 +224,16 @@ def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
             for minibatch in split(shuffled(samples, orders), len(samples) // args.num_minibatches):
                 minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
                 losses = [policy_loss(policy_of(params, s.obs), s, args) for s in minibatch]
-                loss = mean(losses) + mean(value_loss(params, s, args, "shared") for s in minibatch)
+                loss = mean(losses) + mean(value_loss(value_of(params, s.obs, "shared"), s, args) for s in minibatch)
                 adam.descend(loss, args.learning_rate * left, args.max_grad_norm)
 
 
-def units_of(rollouts: list[list], args: Any) -> list[list]:
-    """What PPG shuffles: whole rollouts of one environment, as OpenAI's code does, or single steps, as PPO does."""
-    if args.whole_rollouts:
+def units_of(rollouts: list[list], width: int, whole: bool) -> list[list]:
+    """What is shuffled: whole rollouts of one environment, as in OpenAI's PPG, or single steps, as in PPO, of `width`
+    rollouts side by side."""
+    if whole:
         return rollouts
-    by_time = (step for iteration in split(rollouts, args.num_envs) for step in zip(*iteration, strict=True))
+    by_time = (step for iteration in split(rollouts, width) for step in zip(*iteration, strict=True))
     return [[sample] for step in by_time for sample in step]
 
 
@@ -239,7 +247,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
     phase, last = [], len(history[0]) // args.num_steps
     for i, (rollout, left) in enumerate(iterations(history, args), start=1):
         samples, rate = samples_of(params, rollout, args, args.arch), args.learning_rate * left
-        units = units_of(samples, args)
+        units = units_of(samples, args.num_envs, args.whole_rollouts)
         for learns in passes:
             for drawn in split(shuffled(units, orders), len(units) // args.num_minibatches):
                 minibatch, loss = [sample for unit in drawn for sample in unit], 0.0
@@ -247,7 +255,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                 if learns != "value":
                     loss = loss + mean(policy_loss(policy_of(params, s.obs), s, args) for s in minibatch)
                 if learns != "policy":
-                    loss = loss + mean(value_loss(params, s, args, args.arch) for s in minibatch)
+                    loss = loss + mean(value_loss(value_of(params, s.obs, args.arch), s, args) for s in minibatch)
                 (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
         phase += samples
         if i % args.n_pi == 0 or i == last:
@@ -261,7 +269,7 @@ def auxiliary_phase(
     """PPG, section 2: L^joint = L^aux + beta_clone KL(old policy || policy), and L^value, on a phase's samples."""
     with torch.no_grad():
         phase = [[(sample, policy_of(params, sample.obs)) for sample in samples] for samples in phase]
-    units = units_of(phase, args)
+    units = units_of(phase, args.num_envs, args.whole_rollouts)
     size = len(units) // len(phase) * args.num_aux_rollouts * args.num_aux_grad_accum
     for _ in range(args.e_aux):
         for minibatch in split(shuffled(units, orders), size):
@@ -321,24 +329,27 @@ def play(params: Parameters, steps: list[Step], state: State, args: Any) -> tupl
     return Played(steps, rewards, probabilities, first), state
 
 
-class View(NamedTuple):
-    """What the learner makes of the T steps of an unroll: lists of T."""
-
-    policies: list[Tensor]
-    values: list[Tensor]
-    targets: list[Tensor]  # of V-trace
-    advantages: list[Tensor]
-
-
-def learner_view(params: Parameters, unroll: Played, args: Any) -> View:
+def outputs_of(params: Parameters, unroll: Played) -> tuple[list[Tensor], list[Tensor]]:
+    """The policies and the values at the T + 1 observations of an unroll."""
     policies, values, state = [], [], unroll.state
     for step in unroll.steps:
         policy, value, state = view_of(params, step.obs, state)
         policies, values, state = [*policies, policy], [*values, value], next_state(step, state)
+    return policies, values
+
+
+@torch.no_grad()
+def unroll_samples(policies: list[Tensor], values: list[Tensor], unroll: Played, args: Any) -> list[Sample]:
+    """The T samples of an unroll, with V-trace's targets and advantages, from the learner's policies and values."""
     steps = unroll.steps[:-1]
-    ratios = [policies[t][step.action].detach() / unroll.probabilities[t] for t, step in enumerate(steps)]
-    v, gammas = [value.detach() for value in values], [args.gamma * (not (s.terminated or s.truncated)) for s in steps]
-    return View(policies[:-1], values[:-1], *vtrace(ratios, unroll.rewards, gammas, v, args))
+    gammas = [args.gamma * (not (step.terminated or step.truncated)) for step in steps]
+    probabilities = [policy[step.action] for policy, step in zip(policies, steps, strict=False)]
+    ratios = [ours / acting for ours, acting in zip(probabilities, unroll.probabilities, strict=True)]
+    targets, advantages = vtrace(ratios, unroll.rewards, gammas, values, args)
+    return [
+        Sample(step.obs, step.action, probabilities[t].log(), values[t].detach(), advantages[t], targets[t])
+        for t, step in enumerate(steps)
+    ]
 
 
 def vtrace(ratios: list, rewards: list, gammas: list, values: list, args: Any) -> tuple[list, list]:
@@ -359,12 +370,11 @@ def vtrace(ratios: list, rewards: list, gammas: list, values: list, args: Any) -
 
 def impala_loss(params: Parameters, unroll: Played, args: Any) -> Tensor:
     """The sum over an unroll of the policy-gradient loss, half the squared errors of the values, and the entropies."""
-    loss = 0.0
-    for step, *seen in zip(unroll.steps[:-1], *learner_view(params, unroll, args), strict=True):
-        policy, value, target, advantage = seen
-        entropy = -(policy * policy.log()).sum()
-        loss = loss - advantage * policy[step.action].log() - args.ent_coef * entropy
-        loss = loss + args.vf_coef * (target - value) ** 2 / 2
+    loss, (policies, values) = 0.0, outputs_of(params, unroll)
+    for t, sample in enumerate(unroll_samples(policies, values, unroll, args)):
+        entropy = -(policies[t] * policies[t].log()).sum()
+        loss = loss - sample.advantage * policies[t][sample.action].log() - args.ent_coef * entropy
+        loss = loss + value_loss(values[t], sample, args)
     return loss
 
 
@@ -373,20 +383,14 @@ def appo_pass(
 ) -> None:
     """V-trace once for the batch, then PPO's losses on minibatches of the steps drawn: with an LSTM of whole unrolls,
     else of single steps. The old policy is that before the first minibatch, not the one that acted."""
-    with torch.no_grad():
-        before = [learner_view(params, unroll, args) for unroll in batch]
-    units = [[(b, t) for t in range(args.num_steps)] for b in range(len(batch))]
-    if not args.use_lstm:
-        units = [[place] for time in zip(*units, strict=True) for place in time]
+    samples = [unroll_samples(*outputs_of(params, unroll), unroll, args) for unroll in batch]
+    units = units_of([[(b, t) for t in range(args.num_steps)] for b in range(len(batch))], len(batch), args.use_lstm)
     drawn = shuffled(units, orders)[: math.ceil(args.sample_fraction * len(units))]
     for numbers in torch.arange(len(drawn)).tensor_split(args.num_minibatches):
-        now, losses = [learner_view(params, unroll, args) for unroll in batch], []
+        outputs, losses = [outputs_of(params, unroll) for unroll in batch], []
         for b, t in (place for number in numbers for place in drawn[number]):
-            step, old, policy = batch[b].steps[t], before[b], now[b].policies[t]
-            logprob = old.policies[t][step.action].log()
-            sample = Sample(step.obs, step.action, logprob, None, old.advantages[t], old.targets[t])
-            error = now[b].values[t] - sample.target
-            losses.append(policy_loss(policy, sample, args) + args.vf_coef * error**2 / 2)
+            (policies, values), sample = outputs[b], samples[b][t]
+            losses.append(policy_loss(policies[t], sample, args) + value_loss(values[t], sample, args))
         adam.descend(mean(losses), rate, args.max_grad_norm)
 
 
@@ -399,12 +403,10 @@ class RMSProp:
         self.squares = {name: torch.zeros_like(value) for name, value in params.items()}
 
     def descend(self, loss: Tensor, rate: float, max_grad_norm: float) -> None:
-        gradients = torch.autograd.grad(loss, list(self.params.values()))
-        norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
-        factor = min(1.0, self.size * max_grad_norm / (norm + self.size * 1e-6))
+        gradients = clipped_gradients(self.params, loss, max_grad_norm, self.size)
         for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
-            self.squares[name] = 0.99 * self.squares[name] + 0.01 * (factor * gradient) ** 2
-            change = rate * factor * gradient / (self.squares[name].sqrt() + self.size * self.eps)
+            self.squares[name] = 0.99 * self.squares[name] + 0.01 * gradient**2
+            change = rate * gradient / (self.squares[name].sqrt() + self.size * self.eps)
             self.params[name] = (value - change).detach().requires_grad_()
 
 

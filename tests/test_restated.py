@@ -155,9 +155,8 @@ APPO = {
         "anneal_lr": True, "micro_batch_size": 6,
     },
 }  # fmt: skip
-with_lstm = {"use_lstm": True}
-IMPALA |= {f"{name}, LSTM": IMPALA[name] | with_lstm for name in ("small", "all settings")}
-APPO |= {f"{name}, LSTM": settings | with_lstm for name, settings in APPO.items()}
+IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}
+APPO |= {f"{name}, LSTM": settings | {"use_lstm": True} for name, settings in APPO.items()}
 
 
 @pytest.mark.parametrize("settings", IMPALA.values(), ids=IMPALA)
