@@ -175,10 +175,6 @@ class Args(RunArgs):
             f"{self.num_minibatches}: change one.",
         )
         yield (
-            self.accelerate != "cudagraphs" or not self.num_actors,
-            "--accelerate cudagraphs cannot record while actors draw actions: use compile, or --num-actors 0.",
-        )
-        yield (
             0 < self.c_bar <= self.rho_bar and self.pg_rho_bar > 0,
             f"--rho-bar {self.rho_bar}, --c-bar {self.c_bar}, --pg-rho-bar {self.pg_rho_bar} cannot work: use numbers "
             "above 0 (inf for no bound) with --c-bar not above --rho-bar.",
@@ -386,10 +382,12 @@ def act(
     """Play `num_steps` steps of n environments with the newest policy, yield the n unrolls, and so on until `stop`.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
+    An actor plays with a copy of its own, whose parameters stay where a CUDA graph reads them (`accelerate`).
     `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.
     """
     num_envs, num_steps = envs.num_envs, args.num_steps
-    state = published[0][0].initial_state(num_envs)
+    agent = copy.deepcopy(published[0][0])
+    state = agent.initial_state(num_envs)
     device = state.device
     if ends:
         states = [ends.get(first_env + n, each) for n, each in enumerate(envs.state_dict())]
@@ -400,7 +398,8 @@ def act(
     obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
     obs = to_device(envs.obs, device).to(obs_dtype)
     while True:
-        agent, version = published[0]
+        newest, version = published[0]
+        agent.load_state_dict(newest.state_dict())
         frames = torch.empty((num_steps + 1, *obs.shape), dtype=obs_dtype, device=device)
         actions, logprobs = [], []
         rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
@@ -485,10 +484,10 @@ def vtrace(logratio: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor,
     """
     ratio = logratio.exp()
     rho, c = ratio.clamp(max=args.rho_bar), args.vtrace_lambda * ratio.clamp(max=args.c_bar)
-    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    deltas, decays = rho * (rewards + discounts * values[1:] - values[:-1]), discounts * c
     corrections = torch.zeros_like(values)  # v_t - V_t
     for t in reversed(range(len(rewards))):
-        corrections[t] = deltas[t] + discounts[t] * c[t] * corrections[t + 1]
+        corrections[t] = deltas[t] + decays[t] * corrections[t + 1]
     targets = values + corrections
     advantages = ratio.clamp(max=args.pg_rho_bar) * (rewards + discounts * targets[1:] - values[:-1])
     return targets[:-1], advantages
@@ -672,9 +671,9 @@ def main(args: Args) -> Path:
             batch = batch._replace(rewards=treat_rewards(batch, envs_played, reward_normalizer))
             one_step = args.num_minibatches == 1 and args.sample_fraction == 1
             metrics = (paper_update if one_step else update)(agent, optimizer, batch, args, world)
-            metrics = run.require_finite(step, metrics)  # before an actor draws from a broken policy
-            version += 1
-            published[0] = copy.deepcopy(agent), version  # as a whole: no actor sees half of an update
+            newest, version = copy.deepcopy(agent), version + 1
+            metrics = run.require_finite(step, metrics)  # which waits for the GPU: no actor sees half of an update
+            published[0] = newest, version
 
             # ---- log
             for episode in episodes_of(step, experiences, args.num_steps, world):

@@ -402,14 +402,12 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
     ended by itself. `last_value` [N] is the value of the observations after the rollout.
     """
-    advantages = torch.zeros_like(rollout.rewards)
-    advantage, next_value = torch.zeros_like(last_value), last_value
+    not_done, next_values = 1 - rollout.dones, torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
+    targets = rollout.rewards + gamma * (not_done * next_values + rollout.truncation_values)
+    deltas, decays = targets - rollout.values, gamma * gae_lambda * not_done
+    advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(last_value)
     for t in reversed(range(len(advantages))):
-        not_done = 1 - rollout.dones[t]
-        target = rollout.rewards[t] + gamma * (not_done * next_value + rollout.truncation_values[t])
-        delta = target - rollout.values[t]
-        advantage = advantages[t] = delta + gamma * gae_lambda * not_done * advantage
-        next_value = rollout.values[t]
+        advantage = advantages[t] = deltas[t] + decays[t] * advantage
     return advantages
 
 

@@ -141,11 +141,7 @@ def fast_settings(algorithm: str, configuration: str, env_groups: str = "64x1") 
     """The script's settings for a configuration with --accelerate, and for a value of the sweep env_groups."""
     num_envs, num_groups = map(int, env_groups.split("x"))
     settings = {"num_envs": num_envs, "accelerate": configuration if configuration in ACCELERATED else "eager"}
-    if algorithm != "impala":
-        settings["num_env_groups"] = num_groups
-    elif configuration == "cudagraphs":  # which cannot record while actors act
-        settings["num_actors"] = 0
-    return settings
+    return settings if algorithm == "impala" else settings | {"num_env_groups": num_groups}
 
 
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -231,11 +227,11 @@ class Clocks:
     def reset(self) -> None:
         self.seconds = defaultdict(float)
 
-    def around(self, phase: str, function: Any) -> Any:
+    def around(self, phase: str, function: Any, wait: bool = True) -> Any:
         def timed(*args, **kwargs):
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            if phase != "env":  # an actor would wait for the learner
+            if wait:
                 synchronize(self.device)
             self.seconds[phase] += time.perf_counter() - start
             return result
@@ -256,7 +252,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     def make_timed_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
         for group, _ in envs.groups:
-            group.step, group.step_async = (clocks.around("env", each) for each in (group.step, group.step_async))
+            group.step, group.step_async = (clocks.around("env", f, wait=False) for f in (group.step, group.step_async))
         return envs
 
     def marked_log(run, step, *args, **kwargs):  # the end of an iteration
@@ -269,8 +265,13 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     session.make_envs, Run.log = make_timed_envs, marked_log
     script.update = clocks.around("learn", script.update)
     if job["algorithm"] == "impala":
-        args.log_interval = args.batch_size * args.num_steps
-        script.Agent.step = clocks.around("act", script.Agent.step)
+        args.log_interval, act = args.batch_size * args.num_steps, script.act
+
+        def timed_act(*arguments):
+            step = clocks.around("collect", act(*arguments).__next__, wait=False)  # not for the learner
+            return iter(step, None)
+
+        script.act = timed_act
     else:
         script.collect = clocks.around("collect", script.collect)
     if job["algorithm"] == "ppg":
@@ -281,8 +282,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         script.main(args)
     (first, start), (last, end) = marks[warm_up - 1], marks[-1]
     steps, seconds = last - first, clocks.seconds
-    if job["algorithm"] != "impala":
-        seconds["act"] = seconds.pop("collect") - seconds["env"]
+    seconds["act"] = seconds.pop("collect") - seconds["env"]
     learner = seconds["learn"] if getattr(args, "num_actors", 0) else sum(seconds.values())
     seconds["wait"] = end - start - learner  # for actors, if there are any, and for all that has no clock
 

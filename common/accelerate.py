@@ -1,13 +1,16 @@
-"""CPU kernels and torch.compile for convolutional encoders that are written in plain PyTorch.
+"""CPU kernels for convolutional encoders that are written in plain PyTorch, and torch.compile and CUDA graphs.
 The kernels of `common/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
 residual blocks. Each call looks for hooks and other settings, with which modules run as they are written."""
 
+import copy
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, suits
 
@@ -18,15 +21,16 @@ SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 
 
 def accelerate(agent: nn.Module, mode: str) -> None:
-    """Make the encoders of an agent faster, in place: on a CPU by our kernels (`mode` "eager"), by torch.compile
-    ("compile"), or by CUDA graphs of PyTorch's kernels ("cudagraphs"). A note on stderr names convolutions that have no
-    kernel; where compiling fails, PyTorch says so and runs the encoder as it is. Call this once, before any threads."""
+    """Make an agent faster, in place; call this once, before any threads. "eager": the encoders run on a CPU by our
+    kernels, and a note on stderr names convolutions that have none. "compile": torch.compile compiles the encoders;
+    where it cannot, PyTorch says so and runs them as they are. "cudagraphs", and on a GPU "compile", too: acting,
+    hundreds of short kernels a step, is recorded and played back (`Recorded`)."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     if mode != "eager":
-        for name, module in agent.named_children():
-            if name.endswith("encoder") and not missed.keys().isdisjoint(module.modules()):
-                torch._dynamo.config.suppress_errors = True
-                module.compile(dynamic=False, backend="inductor" if mode == "compile" else mode)
+        compile_encoders(agent, mode)
+        for name in ("get_action_and_value", "step"):  # by which agents act
+            if hasattr(agent, name) and next(agent.parameters()).is_cuda:
+                setattr(agent, name, Recorded(getattr(agent, name), mode))
     elif missed and all(parameter.is_cpu for parameter in agent.parameters()) and build() is not None:
         for module in list(agent.modules()):
             kind, names = type(module), block_convolutions(module)
@@ -39,6 +43,52 @@ def accelerate(agent: nn.Module, mode: str) -> None:
             missed = {conv: name for conv, name in missed.items() if conv not in convs}
         if missed:
             print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
+
+
+def compile_encoders(agent: nn.Module, mode: str) -> None:
+    """Compile the convolutional encoders with `mode` "compile": also those of a copied agent, which are not."""
+    for name, module in agent.named_children() if mode == "compile" else ():
+        convolutional = any(isinstance(each, nn.Conv2d) for each in module.modules())
+        if name.endswith("encoder") and convolutional and module._compiled_call_impl is None:
+            torch._dynamo.config.suppress_errors = True
+            module.compile(dynamic=False)
+
+
+class Recorded:
+    """A method of an agent on a GPU. Its first call is recorded as a CUDA graph. Calls outside of autograd with tensors
+    of the same shapes play it back, with the agent's present parameters, random numbers that go on as without it, and
+    results that later calls leave alone. Other calls run as they are. A copy of the agent records anew."""
+
+    def __init__(self, method: Callable[..., tuple[Tensor, ...]], mode: str):
+        self.method, self.mode, self.graph = method, mode, None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled():
+            return self.method(*inputs)
+        if self.graph is None:
+            self.record(*inputs)
+        if [x.shape for x in inputs] != [x.shape for x in self.inputs]:
+            return self.method(*inputs)
+        for own, x in zip(self.inputs, inputs, strict=True):
+            own.copy_(x)
+        self.graph.replay()
+        return tuple(x.clone() for x in self.outputs)
+
+    def record(self, *inputs: Tensor) -> None:
+        compile_encoders(self.method.__self__, self.mode)
+        self.inputs, stream, self.graph = [x.clone() for x in inputs], torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.random.fork_rng([inputs[0].device]):  # a resumed run, too, begins with a recording
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # kernels are compiled, chosen and loaded first
+                    self.method(*self.inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            # other threads, IMPALA's learner, may allocate memory meanwhile
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.outputs = self.method(*self.inputs)
+
+    def __deepcopy__(self, memo: dict) -> "Recorded":
+        return type(self)(copy.deepcopy(self.method, memo), self.mode)
 
 
 def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor:

@@ -7,30 +7,41 @@ import time
 from collections.abc import Iterator
 from threading import Event, Thread
 
+import torch
+
 
 class ActorThreads(Iterator):
     """Batches of what actors yield in threads of their own, through a bounded queue. Actors end once `stop` is set.
-    Without a queue (`queue_size` 0), a single actor acts when it is asked to, in no thread: the same in every run."""
+    Without a queue (`queue_size` 0), a single actor acts when it is asked to, in no thread: the same in every run.
+    On a GPU, each thread has a CUDA stream of its own, so that acting does not wait until a whole update is done; the
+    learner must have waited for the GPU before it lets go of a batch or publishes a policy."""
 
     POLL_SECONDS = 0.2  # how often a waiting thread looks whether the run still goes on
     CLOSE_SECONDS = 3
 
-    def __init__(self, actors: list[Iterator], batch_size: int, queue_size: int, stop: Event):
+    def __init__(self, actors: list[Iterator], batch_size: int, queue_size: int, stop: Event, device: str = "cpu"):
         self.actors, self.batch_size, self.queue, self.stop = actors, batch_size, queue.Queue(queue_size), stop
-        self.threads, self.error = [], None
+        self.threads, self.error, self.device = [], None, torch.device(device)
 
     def run_actor(self, actor: Iterator) -> None:
+        stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         try:
-            for item in actor:
-                handed_over = False
-                while not handed_over and not self.stop.is_set():
-                    start = time.monotonic()
-                    with contextlib.suppress(queue.Full):
-                        self.queue.put(item, timeout=self.POLL_SECONDS)
-                        handed_over = True
-                    self.actor_waits.append(time.monotonic() - start)
+            with torch.cuda.stream(stream):
+                for item in actor:
+                    if stream is not None:
+                        stream.synchronize()
+                    self.put(item)
         except Exception as error:  # `__next__` raises it in the learner's thread
             self.error = error
+
+    def put(self, item: object) -> None:
+        handed_over = False
+        while not handed_over and not self.stop.is_set():
+            start = time.monotonic()
+            with contextlib.suppress(queue.Full):
+                self.queue.put(item, timeout=self.POLL_SECONDS)
+                handed_over = True
+            self.actor_waits.append(time.monotonic() - start)
 
     def __next__(self) -> list:
         """Wait for a batch; the first call starts the threads. Raises an actor's error, or RuntimeError if one ends."""
@@ -38,6 +49,8 @@ class ActorThreads(Iterator):
             return [next(self.actors[0]) for _ in range(self.batch_size)]
         if not self.threads:
             self.reset_metrics()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the actors' first policy is there
             for number, actor in enumerate(self.actors):
                 self.threads.append(Thread(target=self.run_actor, args=[actor], name=f"actor {number}", daemon=True))
                 self.threads[-1].start()

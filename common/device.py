@@ -27,6 +27,10 @@ def setup_device(device: str, seed: int, torch_deterministic: bool = True) -> to
     torch.backends.cudnn.deterministic = torch_deterministic  # a CPU's kernels are anyway
     if resolved.type == "cpu":
         keep_freed_memory()
+    else:
+        torch.cuda.set_device(resolved.index or 0)
+        if "OMP_NUM_THREADS" not in os.environ:  # idle threads of PyTorch's spin on the cores that environments need
+            torch.set_num_threads(1)
     return resolved
 
 

@@ -16,7 +16,7 @@ import torch
 from common import intrinsic
 from common.actors import ActorThreads
 from common.checkpoint import Checkpoints, load_parts, set_random_states
-from common.device import resolve_precision, setup_device
+from common.device import resolve_device, resolve_precision, setup_device
 from common.envs import EnvGroups, Envs, group_seed, make_envs
 from common.errors import InputError, TrainingError
 from common.evaluation import Evaluator
@@ -33,15 +33,17 @@ RANK_SEEDS = 20_000  # in place of a group's number: seeds unlike those of group
 
 class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
-    Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
-    `total_steps` and `num_iterations`, at which the run will end; `save(step)`, which keeps a copy to resume from.
+    Attributes: `args`, with `precision` and `accelerate` resolved; `world`, the ranks; `device`; `iteration_steps` of
+    all ranks; `total_steps`, `num_iterations`, at which the run ends; `save(step)`, which keeps a copy to resume from.
     Raises InputError for settings that cannot work, or a run that cannot be resumed, before anything is written."""
 
     def __init__(self, args: Any, script: str):
         args.validate()
         self.script, self.world = os.path.relpath(script, ROOT), init_world(args.device)
-        precision = resolve_precision(args.precision, args.device)
-        self.args = args = self.world.share_settings(replace(args, precision=precision))
+        precision, accelerate = resolve_precision(args.precision, args.device), args.accelerate
+        if accelerate == "auto":
+            accelerate = "eager" if resolve_device(args.device).type == "cpu" else "compile"
+        self.args = args = self.world.share_settings(replace(args, precision=precision, accelerate=accelerate))
         self.resumed = find_run(args, self.script, self.world)
         self.seed = group_seed(args.seed, RANK_SEEDS + self.world.rank) if self.world.rank else args.seed
         self.device = setup_device(args.device, self.seed, args.torch_deterministic)
@@ -103,7 +105,7 @@ class Session:
     def run_actors(self, actors: list[Iterator], stop: Event) -> ActorThreads:
         """Batches of what `actors` yield, in threads until `stop` is set; with `--num-actors 0` one acts on demand."""
         queue_size = self.args.queue_size if self.args.num_actors else 0
-        self.batches = ActorThreads(actors, self.args.batch_size, queue_size, stop)
+        self.batches = ActorThreads(actors, self.args.batch_size, queue_size, stop, str(self.device))
         return self.batches
 
     def evaluate(self, step: int) -> None:

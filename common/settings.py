@@ -78,8 +78,9 @@ class RunArgs:
     """number format of the convolutional encoder; auto: bf16 where the device has instructions for it"""
     micro_batch_size: Positive[int] | None = None
     """steps of a minibatch that go through the network at a time; None: 512 on a CPU, all on a GPU"""
-    accelerate: Literal["eager", "compile", "cudagraphs"] = "eager"
-    """how the convolutional encoder runs: as it is, compiled by torch.compile, or as CUDA graphs (on a GPU)"""
+    accelerate: Literal["auto", "eager", "compile", "cudagraphs"] = "auto"
+    """eager: as written; cudagraphs: acting is recorded on a GPU and played back; compile: so, too, and torch.compile
+    compiles the encoder, for half a minute; auto: compile on a GPU, else eager"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"

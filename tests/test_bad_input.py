@@ -115,7 +115,6 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
         (impala, {"c_bar": 2.0}, ["--c-bar 2.0", "--rho-bar 1.0"]),
         (impala, {"pg_rho_bar": 0.0}, ["--pg-rho-bar 0.0"]),
         (impala, {"rho_bar": math.nan}, ["--rho-bar nan"]),
-        (impala, {"accelerate": "cudagraphs", "num_actors": 1}, ["--accelerate cudagraphs", "--num-actors 0"]),
     ],
 )
 def test_rejected_by_one_script(script, settings, words, tmp_path):

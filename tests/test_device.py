@@ -36,6 +36,19 @@ def test_setup_device_seeds_all_generators():
     assert draws[0] == draws[1] != draws[2]
 
 
+def test_setup_device_leaves_the_cores_to_the_environments_of_a_gpu(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
+    for name in ("cuda", "cuda:1"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        setup_device(name, seed=0)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")  # as the user says
+        setup_device(name, seed=0)
+    assert calls == [0, "1 threads", 0, 1, "1 threads", 1]
+
+
 def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     keep_freed_memory()

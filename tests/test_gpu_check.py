@@ -111,7 +111,7 @@ def test_runs_have_the_fastest_configuration_of_the_csv(tmp_path, monkeypatch):
     gpu_parts.measurements(args).write_text("\n".join(lines))
     commands = []
     monkeypatch.setattr(os, "execv", lambda program, words: commands.append(words))
-    expected = {ppo: {"num_envs": 256, "num_env_groups": 2, "num_minibatches": 32}, impala: {"num_actors": 0}}
+    expected = {ppo: {"num_envs": 256, "num_env_groups": 2, "num_minibatches": 32}, impala: {"num_envs": 64}}
     for script, settings in expected.items():
         gpu_parts.run(args, script.__name__)
         _, file, *words = commands.pop()

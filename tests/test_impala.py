@@ -150,7 +150,8 @@ def copies(monkeypatch):
 
     def deepcopy(agent):
         published = copy.deepcopy(agent)
-        found.append((published, copy.deepcopy(agent)))
+        if threading.current_thread() is threading.main_thread():  # else an actor's own
+            found.append((published, copy.deepcopy(agent)))
         return published
 
     monkeypatch.setattr(impala, "copy", SimpleNamespace(deepcopy=deepcopy))
