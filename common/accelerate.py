@@ -5,7 +5,6 @@ residual blocks. Each call looks for hooks and other settings, with which module
 import copy
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -23,21 +22,15 @@ SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 
 def accelerate(agent: nn.Module, mode: str) -> None:
     """Make an agent faster, in place; call this once, before any threads. "eager": the encoders run on a CPU by our
-    kernels, and a note on stderr names convolutions that have none. "compile": torch.compile compiles the encoders, on
-    a GPU with our kernels of convolutions in bfloat16; where it cannot, PyTorch says so and runs them as they are.
-    "cudagraphs", and on a GPU "compile", too: acting, hundreds of short kernels a step, is recorded and played back."""
+    kernels, and a note on stderr names convolutions that have none. "compile": torch.compile compiles the encoders;
+    where it cannot, PyTorch says so and runs them as they are. "cudagraphs", and on a GPU "compile", too: acting,
+    hundreds of short kernels a step, is recorded and played back (`Recorded`)."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     if mode != "eager":
-        if next(agent.parameters()).is_cuda:
-            for name in ("get_action_and_value", "step"):  # by which agents act
-                if hasattr(agent, name):
-                    setattr(agent, name, Recorded(getattr(agent, name), mode))
-            if mode == "compile" and find_spec("triton"):
-                from common.gpu_kernels import Conv3x3
-
-                for conv in filter(Conv3x3.suits, agent.modules()):
-                    conv.__class__ = Conv3x3
         compile_encoders(agent, mode)
+        for name in ("get_action_and_value", "step"):  # by which agents act
+            if hasattr(agent, name) and next(agent.parameters()).is_cuda:
+                setattr(agent, name, Recorded(getattr(agent, name), mode))
     elif missed and all(parameter.is_cpu for parameter in agent.parameters()) and build() is not None:
         for module in list(agent.modules()):
             kind, names = type(module), block_convolutions(module)
