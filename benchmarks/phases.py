@@ -32,7 +32,7 @@ PAPER = {  # the paper's runs, and which of ours they belong to
     "PPG, dual, paper": ("ppg_paper_ppg_hard_all", "ppg-paper"),
 }
 PUBLISHED = "PPO, published"  # the runs of train-procgen (easy mode, all levels)
-ALGORITHMS = ("ppo", "ppg", "ppg-long", "ppg-paper")  # folders of runs
+ALGORITHMS = ("ppo", "ppg", "ppg-dual", "ppg-long", "ppg-paper")  # folders of runs
 
 
 def speeds() -> dict[str, float]:
