@@ -378,11 +378,11 @@ class Experience(NamedTuple):
 @torch.no_grad()
 def act(
     envs: VectorEnv, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event
-) -> Iterator[Experience]:
-    """Play `num_steps` steps of n environments with the newest policy, yield the n unrolls, and so on until `stop`.
+) -> Iterator[Experience | None]:
+    """Set up and yield None; then play `num_steps` steps of n environments with the newest policy, yield the n unrolls,
+    and so on until `stop`. The policy plays in a copy of the actor's own, where a CUDA graph finds its parameters.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
-    An actor plays with a copy of its own, whose parameters stay where a CUDA graph reads them (`accelerate`).
     `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.
     """
     num_envs, num_steps = envs.num_envs, args.num_steps
@@ -397,6 +397,8 @@ def act(
                 state[:, n] = each["recurrent"]
     obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
     obs = to_device(envs.obs, device).to(obs_dtype)
+    agent.step(obs, state)  # on a GPU recorded here: while it is, no other thread may draw random numbers
+    yield None
     while True:
         newest, version = published[0]
         agent.load_state_dict(newest.state_dict())
@@ -652,10 +654,10 @@ def main(args: Args) -> Path:
         step = run.step
         version = first_version = step // session.iteration_steps
         published, stop = [(copy.deepcopy(agent), version)], Event()
-        actors = [
-            act(envs, number * envs_per_actor, published, progress.ends, args, stop)
-            for number, envs in enumerate(actor_envs)
-        ]
+        shared = published, progress.ends, args, stop
+        actors = [act(envs, number * envs_per_actor, *shared) for number, envs in enumerate(actor_envs)]
+        for actor in actors:
+            next(actor)  # sets it up
         batches = session.run_actors(actors, stop)
 
         while step < run.total_steps:
@@ -667,8 +669,7 @@ def main(args: Args) -> Path:
 
             # ---- learn
             batch = stack_unrolls([experience.unroll for experience in experiences])
-            envs_played = [experience.env for experience in experiences]
-            batch = batch._replace(rewards=treat_rewards(batch, envs_played, reward_normalizer))
+            batch = batch._replace(rewards=treat_rewards(batch, [each.env for each in experiences], reward_normalizer))
             one_step = args.num_minibatches == 1 and args.sample_fraction == 1
             metrics = (paper_update if one_step else update)(agent, optimizer, batch, args, world)
             newest, version = copy.deepcopy(agent), version + 1

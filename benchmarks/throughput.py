@@ -269,7 +269,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
         def timed_act(*arguments):
             step = clocks.around("collect", act(*arguments).__next__, wait=False)  # not for the learner
-            return iter(step, None)
+            return iter(step, object())  # without end
 
         script.act = timed_act
     else:

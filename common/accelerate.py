@@ -57,14 +57,15 @@ def compile_encoders(agent: nn.Module, mode: str) -> None:
 class Recorded:
     """A method of an agent on a GPU. Its first call is recorded as a CUDA graph. Calls outside of autograd with tensors
     of the same shapes play it back, with the agent's present parameters, random numbers that go on as without it, and
-    results that later calls leave alone. Other calls run as they are. A copy of the agent records anew."""
+    results that later calls leave alone. Other calls run as they are, and so do all in evaluation mode. A copy of the
+    agent records anew. PyTorch forbids other threads to draw random numbers on the GPU while a call is recorded."""
 
     def __init__(self, method: Callable[..., tuple[Tensor, ...]], mode: str):
         self.method, self.mode, self.graph = method, mode, None
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled():
-            return self.method(*inputs)
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() or named or not self.method.__self__.training:
+            return self.method(*inputs, **named)
         if self.graph is None:
             self.record(*inputs)
         if [x.shape for x in inputs] != [x.shape for x in self.inputs]:

@@ -251,6 +251,7 @@ def test_a_new_episode_starts_without_a_memory(env_id, kept):
     agent = impala.Agent(envs.single_observation_space, envs.single_action_space, args)
     states = [state | {"recurrent": torch.full((2, 16), 1.0 + n)} for n, state in enumerate(envs.state_dict())]
     unrolls = impala.act(envs, 0, [(agent, 0)], dict(enumerate(states)), args, Event())
+    assert next(unrolls) is None
     for n in range(2):
         assert next(unrolls).unroll.state.unique().tolist() == [1.0 + n if kept else 0.0]
     envs.close()
