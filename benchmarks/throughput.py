@@ -14,7 +14,7 @@ Configurations of the encoder (all else is the same):
     plain+malloc           the same with the allocator settings of `common.device.keep_freed_memory`
     plain+malloc+permuted  the same, but frames are only permuted, not copied: what CleanRL's scripts do
     fp32                   the script with --precision fp32
-    default                the script with --precision auto
+    default                the script with --precision auto --accelerate eager
     compile, cudagraphs    the default with --accelerate compile or cudagraphs (measured only if asked for)
 
 Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json`, `.md` (the table) and `.png` (the chart) in
@@ -243,6 +243,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one script in one configuration; return what it took, per step. For a process of its own."""
     if job["sweep"] == "threads":
         torch.set_num_threads(job["value"])
+        os.environ["OMP_NUM_THREADS"] = str(job["value"])  # else a GPU has one
     script, args, device = configure(job)
     shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
     clocks, marks, log = Clocks(device), [], Run.log

@@ -6,12 +6,14 @@ import copy
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from weakref import WeakMethod
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import TrainingError
 from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, suits
 
 # PyTorch's modules that the kernels know, with the settings that they must have
@@ -23,8 +25,8 @@ SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 def accelerate(agent: nn.Module, mode: str) -> None:
     """Make an agent faster, in place; call this once, before any threads. "eager": the encoders run on a CPU by our
     kernels, and a note on stderr names convolutions that have none. "compile": torch.compile compiles the encoders;
-    where it cannot, PyTorch says so and runs them as they are. "cudagraphs", and on a GPU "compile", too: acting,
-    hundreds of short kernels a step, is recorded and played back (`Recorded`)."""
+    where it cannot, PyTorch says so and runs them as they are. On a GPU, "compile" and "cudagraphs" record acting,
+    which is hundreds of short kernels a step, and play it back (`Recorded`)."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     if mode != "eager":
         compile_encoders(agent, mode)
@@ -46,7 +48,7 @@ def accelerate(agent: nn.Module, mode: str) -> None:
 
 
 def compile_encoders(agent: nn.Module, mode: str) -> None:
-    """Compile the convolutional encoders with `mode` "compile": also those of a copied agent, which are not."""
+    """With `mode` "compile", compile the convolutional encoders that are not (in a copy of an agent none is)."""
     for name, module in agent.named_children() if mode == "compile" else ():
         convolutional = any(isinstance(each, nn.Conv2d) for each in module.modules())
         if name.endswith("encoder") and convolutional and module._compiled_call_impl is None:
@@ -56,40 +58,49 @@ def compile_encoders(agent: nn.Module, mode: str) -> None:
 
 class Recorded:
     """A method of an agent on a GPU. Its first call is recorded as a CUDA graph. Calls outside of autograd with tensors
-    of the same shapes play it back, with the agent's present parameters, random numbers that go on as without it, and
-    results that later calls leave alone. Other calls run as they are, and so do all in evaluation mode. A copy of the
-    agent records anew. PyTorch forbids other threads to draw random numbers on the GPU while a call is recorded."""
+    of the same shapes play it back, with parameters as they are then (changed in place), random numbers that go on as
+    without it, and results that later calls leave alone. Other calls run as they are, and so do all in evaluation mode.
+    A copy of the agent records anew. PyTorch forbids other threads to draw random numbers on the GPU while a call is
+    recorded. Raises TrainingError if it cannot be, as where it waits for the GPU (`.item()`)."""
 
     def __init__(self, method: Callable[..., tuple[Tensor, ...]], mode: str):
-        self.method, self.mode, self.graph = method, mode, None
+        self.method, self.mode, self.graph = WeakMethod(method), mode, None  # weak: agents go when nobody needs them
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() or named or not self.method.__self__.training:
-            return self.method(*inputs, **named)
+        method = self.method()
+        if torch.is_grad_enabled() or named or not method.__self__.training:
+            return method(*inputs, **named)
         if self.graph is None:
-            self.record(*inputs)
+            self.record(method, *inputs)
         if [x.shape for x in inputs] != [x.shape for x in self.inputs]:
-            return self.method(*inputs)
+            return method(*inputs)
         for own, x in zip(self.inputs, inputs, strict=True):
             own.copy_(x)
         self.graph.replay()
         return tuple(x.clone() for x in self.outputs)
 
-    def record(self, *inputs: Tensor) -> None:
-        compile_encoders(self.method.__self__, self.mode)
-        self.inputs, stream, self.graph = [x.clone() for x in inputs], torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    def record(self, method: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
+        agent, stream, graph = method.__self__, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        compile_encoders(agent, self.mode)
+        self.inputs, buffers = [x.clone() for x in inputs], [(x, x.clone()) for x in agent.buffers()]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.random.fork_rng([inputs[0].device]):  # a resumed run, too, begins with a recording
             with torch.cuda.stream(stream):
                 for _ in range(3):  # kernels are compiled, chosen and loaded first
-                    self.method(*self.inputs)
+                    method(*self.inputs)
+                for x, before in buffers:  # of batch normalisation, say
+                    x.copy_(before)
             torch.cuda.current_stream().wait_stream(stream)
-            # other threads, IMPALA's learner, may allocate memory meanwhile
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.outputs = self.method(*self.inputs)
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self.outputs = method(*self.inputs)
+            except RuntimeError as error:
+                reason = f"acting cannot be recorded as a CUDA graph ({str(error).splitlines()[0]})"
+                raise TrainingError(f"{reason}: use --accelerate eager.") from error
+        self.graph = graph
 
     def __deepcopy__(self, memo: dict) -> "Recorded":
-        return type(self)(copy.deepcopy(self.method, memo), self.mode)
+        return type(self)(copy.deepcopy(self.method(), memo), self.mode)
 
 
 def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor:

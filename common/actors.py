@@ -13,8 +13,9 @@ import torch
 class ActorThreads(Iterator):
     """Batches of what actors yield in threads of their own, through a bounded queue. Actors end once `stop` is set.
     Without a queue (`queue_size` 0), a single actor acts when it is asked to, in no thread: the same in every run.
-    On a GPU, each thread has a CUDA stream of its own, so that acting does not wait until a whole update is done; the
-    learner must have waited for the GPU before it lets go of a batch or publishes a policy."""
+    On a GPU, each thread has a CUDA stream of its own, so that acting does not wait until a whole update is done. The
+    learner must have waited for the GPU before it lets go of a batch, whose memory the actor's stream uses again, or
+    publishes a policy."""
 
     POLL_SECONDS = 0.2  # how often a waiting thread looks whether the run still goes on
     CLOSE_SECONDS = 3
@@ -24,9 +25,12 @@ class ActorThreads(Iterator):
         self.threads, self.error, self.device = [], None, torch.device(device)
 
     def run_actor(self, actor: Iterator) -> None:
-        stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        stream, context = None, contextlib.nullcontext()
         try:
-            with torch.cuda.stream(stream):
+            if self.device.type == "cuda":
+                stream = torch.cuda.Stream(self.device, priority=-1)
+                context = torch.cuda.stream(stream)
+            with context:
                 for item in actor:
                     if stream is not None:
                         stream.synchronize()

@@ -1,9 +1,11 @@
 """The kernels take the place of just what they compute: networks as written against themselves, accelerated."""
 
 import copy
+import gc
 import io
 import random
 import types
+import weakref
 from collections import Counter
 
 import pytest
@@ -15,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm
 import ppo
 from common import accelerate as module
 from common import kernels
-from common.accelerate import accelerate
+from common.accelerate import Recorded, accelerate
 
 
 class ResidualBlock(ppo.ResidualBlock):
@@ -473,6 +475,23 @@ def test_modes(mode, monkeypatch):
     assert [type(layer) for layer in agent.modules()] == classes  # no kernels there
     encoders = [agent.encoder, agent.value_encoder] if mode == "compile" else []
     assert compiled == [(encoder, {"dynamic": False}) for encoder in encoders]
+
+
+def test_a_recorded_method_belongs_to_its_agent():
+    """Calls with gradients and in evaluation run as they are, copies have their own, and nothing keeps an agent."""
+    agent, x = nn.Linear(3, 3), torch.ones(2, 3)
+    agent.step = Recorded(agent.forward, "cudagraphs")
+    assert agent.step(x).requires_grad
+    with torch.no_grad():
+        assert torch.equal(agent.step(input=x), agent(x))
+        assert torch.equal(agent.eval().step(x), agent(x))
+    twin = copy.deepcopy(agent)
+    assert twin.step.method().__self__ is twin
+    gone = weakref.ref(twin)
+    gc.disable()
+    del twin
+    gc.enable()
+    assert gone() is None
 
 
 def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):

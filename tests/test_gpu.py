@@ -96,7 +96,7 @@ def test_played_back_acting_changes_nothing(script, tmp_path, monkeypatch):
 
 
 def test_calls_that_are_not_played_back():
-    """Those with gradients or of other shapes; results stay, parameters may change, and a copy has its own."""
+    """Those with gradients or of other shapes. Results stay, and parameters may change; a copy plays with its own."""
     torch.manual_seed(0)
     agent = impala.Agent(FRAMES, ACTIONS, impala.Args(precision="fp32")).to(CUDA)
     plain = copy.deepcopy(agent)
