@@ -17,8 +17,8 @@ from common.files import ROOT
 DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 # What tables and figures call the runs of a script, by their --exp-name, or the script; their order gives the colours
 LABELS = {"ppo": "PPO", "ppg": "PPG", "impala-appo": "IMPALA (APPO)", "impala-paper": "IMPALA (paper)"}
-LABELS |= {"ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)"}
-LABELS |= {"impala": LABELS["impala-appo"], "ppg-dual": "PPG (dual)"}
+LABELS |= {"ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)", "ppg-dual": "PPG (dual)"}
+LABELS |= {"impala": LABELS["impala-appo"]}
 
 
 def label(algorithm: str) -> str:
