@@ -555,7 +555,8 @@ def test_a_run_older_than_some_flags(script, run_copy, monkeypatch):
     (path / "args.json").write_text(json.dumps({name: settings[name] for name in settings.keys() - younger}))
     monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path), "--micro-batch-size", "7"])
     args = parse(script.Args, default=saved_args(script.Args))
-    assert args == script.Args(**settings | {"resume": str(path), "micro_batch_size": 7})
+    assert settings["accelerate"] == "eager"  # what "auto" was
+    assert args == script.Args(**settings | {"resume": str(path), "micro_batch_size": 7, "accelerate": "auto"})
     for file in checkpoint.checkpoint_files(path):
         content = checkpoint.read_archive(file)
         del content["args"]["gamma"]
