@@ -143,18 +143,19 @@ def read_protocols(results: Path) -> list[Protocol]:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
+def words(low: float, high: float, published: float) -> str:
+    """What the interval of a difference from a published mean says."""
+    if low > 0 or high < 0:
+        return "above" if low > 0 else "below"
+    return "matches" if max(-low, high) <= CLOSE * abs(published) else "inconclusive"
+
+
 def verdict(ours: list[float], published: list[float]) -> tuple[str, str, str]:
     """The difference of the means, its 95 % interval, and what they say."""
     if not published:
         return "-", "-", "nothing published"
-    if min(len(ours), len(published)) < 2:
-        return f"{mean(ours) - mean(published):+.2f}", "-", "inconclusive"
     middle, low, high = curves.difference(ours, published)
-    if low > 0 or high < 0:
-        words = "above" if low > 0 else "below"
-    else:
-        words = "matches" if max(-low, high) <= CLOSE * abs(mean(published)) else "inconclusive"
-    return f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}", words
+    return f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}", words(low, high, mean(published))
 
 
 def verdict_table(protocol: Protocol) -> list[str]:
@@ -226,23 +227,27 @@ def interval(values: tuple[float, float, float]) -> str:
 def aggregate_table(protocol: Protocol) -> list[str]:
     """Means over the games that an algorithm has been run on, two at least, beside published runs on the same."""
     columns = ["runs", "mark", "games x seeds", "mean", "IQM", "published mean", "published IQM"]
-    columns += ["P(ours above published)", "difference", "95 % interval over games"]
+    columns += ["P(ours above published)", "difference", "95 % interval over games", "verdict"]
     rows = []
     for algorithm in protocol.runs:
         for mark, steps in MARKS.items():
             ours, others = protocol.normalised(algorithm, steps)
             if len(ours) < 2:
                 continue
-            seeds = min(map(len, ours))  # of a game with more, the first
-            samples = [runs[:seeds] for runs in ours]
-            cells, statistics = ["-"] * 5, (curves.mean_over_games, curves.interquartile_mean)
+            fewest, most = min(map(len, ours)), max(map(len, ours))
+            size = f"{len(ours)} x {fewest}" + (f" to {most}" if most > fewest else "")
+            even = [runs[:fewest] for runs in ours]  # the IQM counts runs, not games
+            means = interval(curves.with_interval(curves.mean_over_games, ours))
+            row = [readme.label(algorithm), mark, size, means]
+            row.append(interval(curves.with_interval(curves.interquartile_mean, even)))
             if others:
-                cells = [interval(curves.with_interval(statistic, others)) for statistic in statistics]
-                cells.append(interval(curves.with_interval(curves.probability_of_improvement, samples + others)))
-                gaps = [mean(mine) - mean(other) for mine, other in zip(samples, others, strict=True)]
-                cells += [f"{mean(gaps):+.3f}", "{:+.3f} to {:+.3f}".format(*curves.mean_interval(gaps))]
-            means = [interval(curves.with_interval(statistic, samples)) for statistic in statistics]
-            rows.append([readme.label(algorithm), mark, f"{len(samples)} x {seeds}", *means, *cells])
+                for statistic in (curves.mean_over_games, curves.interquartile_mean):
+                    row.append(interval(curves.with_interval(statistic, others)))
+                row.append(interval(curves.with_interval(curves.probability_of_improvement, ours + others)))
+                gaps = [mean(mine) - mean(other) for mine, other in zip(ours, others, strict=True)]
+                low, high = curves.mean_interval(gaps)
+                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, mean(map(mean, others)))]
+            rows.append(row + ["-"] * (len(columns) - len(row)))
     return readme.markdown(columns, rows)
 
 
@@ -285,8 +290,7 @@ def train_and_test(
 ) -> tuple[float, float, float] | None:
     """Scores on training and on held-out levels at a mark, the latter's standard error; None where one is missing."""
     window = protocol.window(mark)
-    end = max((step for step in curve.steps if step <= mark), default=0)  # of an iteration
-    held_out = evaluations.at(end - window / 2)
+    held_out = evaluations.at(mark - window / 2)
     if curve.steps[-1] < mark or held_out is None:
         return None
     return curves.score(curve, mark, window), *held_out
