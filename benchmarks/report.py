@@ -185,8 +185,9 @@ def origins(protocol: Protocol) -> list[str]:
 
 
 def summary_table(protocol: Protocol) -> list[str]:
-    """README's table, a row a game: means over seeds of the scripts' defaults after one and two million steps, with the
-    range over seeds, beside published PPO, and since when PPG has been ahead of that."""
+    """README's table, a row for each game with runs of more than one script, where there are several: means over seeds
+    of the scripts' defaults after one and two million steps, with the range over seeds, beside published PPO, and since
+    when PPG has been ahead of that."""
 
     def cell(scores: list[float]) -> str:
         spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
@@ -198,6 +199,8 @@ def summary_table(protocol: Protocol) -> list[str]:
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
     for game in protocol.games:
         cells = []
+        if len(algorithms) > 1 and sum(game in protocol.runs[algorithm] for algorithm in algorithms) < 2:
+            continue  # the figure has it
         for steps in map(MARKS.get, marks):
             cells.append(cell(published[game].scores(steps) if game in published else []))
             cells += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
