@@ -326,17 +326,21 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
     assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
 
 
-def test_the_summary_has_a_row_for_each_game(tmp_path):
+def test_the_summary_has_a_row_for_each_game_of_several_scripts(tmp_path):
     for seed, value in ((1, 3.0), (2, 5.0)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
     write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 1, 9.0)  # not a script's default: no column
+    write_run(tmp_path, "easy-all", "ppg-long", "maze", 1, 9.0)
+    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 9.0)  # the only one: no row
+    write_run(tmp_path, "easy-all", "ppo", "CartPole-v1", 1, 6.0)
     write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
+    write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=524_288)
     (protocol,) = report.read_protocols(tmp_path)
     columns, first, second = table_rows("\n".join(report.summary_table(protocol)), "")
     one, two = (curves.read_reference("ppo_easy_all")["starpilot"].scores(steps) for steps in (1_000_000, 2_000_000))
     one, two = (f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (one, two))
     assert columns[1:4] == ["published PPO, 1M", "PPO, 1M", "IMPALA (APPO), 1M"]
-    assert first == ["CartPole-v1", "-", "-", "7.0", "-", "-", "-", "-"]
+    assert first == ["CartPole-v1", "-", "6.0", "7.0", "-", "-", "-", "-"]
     assert second == ["starpilot", one, "4.0 (3.0 to 5.0)", "-", two, "-", "-", "-"]
 
 
