@@ -197,10 +197,11 @@ def summary_table(protocol: Protocol) -> list[str]:
     marks, columns, rows = ("1M", "2M"), ["game"], []
     for mark in marks:
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
+    fewest = min(2, len(algorithms))
     for game in protocol.games:
-        cells = []
-        if len(algorithms) > 1 and sum(game in protocol.runs[algorithm] for algorithm in algorithms) < 2:
+        if sum(game in protocol.runs[algorithm] for algorithm in algorithms) < fewest:
             continue  # the figure has it
+        cells = []
         for steps in map(MARKS.get, marks):
             cells.append(cell(published[game].scores(steps) if game in published else []))
             cells += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
@@ -240,16 +241,15 @@ def aggregate_table(protocol: Protocol) -> list[str]:
             fewest, most = min(map(len, ours)), max(map(len, ours))
             size = f"{len(ours)} x {fewest}" + (f" to {most}" if most > fewest else "")
             even = [runs[:fewest] for runs in ours]  # the IQM counts runs, not games
-            means = interval(curves.with_interval(curves.mean_over_games, ours))
-            row = [readme.label(algorithm), mark, size, means]
+            row = [readme.label(algorithm), mark, size, interval(curves.with_interval(curves.mean_over_games, ours))]
             row.append(interval(curves.with_interval(curves.interquartile_mean, even)))
             if others:
-                for statistic in (curves.mean_over_games, curves.interquartile_mean):
-                    row.append(interval(curves.with_interval(statistic, others)))
+                published = curves.with_interval(curves.mean_over_games, others)
+                row += [interval(published), interval(curves.with_interval(curves.interquartile_mean, others))]
                 row.append(interval(curves.with_interval(curves.probability_of_improvement, ours + others)))
                 gaps = [mean(mine) - mean(other) for mine, other in zip(ours, others, strict=True)]
                 low, high = curves.mean_interval(gaps)
-                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, mean(map(mean, others)))]
+                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, published[0])]
             rows.append(row + ["-"] * (len(columns) - len(row)))
     return readme.markdown(columns, rows)
 
