@@ -336,26 +336,30 @@ def seed_of(path: Path) -> int:
 
 
 def commands(protocol: Protocol) -> list[str]:
-    """The commands that made the curves: one for all runs of an algorithm on a game with the same settings."""
-    found = {}
+    """The commands that made the curves: one for all runs of an algorithm that differ in games and seeds alone."""
+    folders = {}  # by folder and settings, then by seed
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
         meta = read_json(path)
         if not meta.keys() >= {"command", "commit", "dirty"}:
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
-        found.setdefault((path.parent, str(same_settings(meta["command"]))), {})[seed_of(path)] = meta
+        settings = [flag for flag in same_settings(meta["command"]) if flag[0] != "--env-id"]
+        folders.setdefault((path.parent, str(settings)), {})[seed_of(path)] = meta
+    groups = {}  # by algorithm, settings and seeds, then by game
+    for (folder, settings), metas in folders.items():
+        named = re.search(r"--env-id (\S+)", next(iter(metas.values()))["command"])
+        game = named[1] if named else folder.name
+        groups.setdefault((folder.parent.name, settings, tuple(metas)), {})[game] = list(metas.values())
     lines = []
-    for (folder, _), metas in found.items():
-        command = re.sub(r" --seed [0-9]+", "", next(iter(metas.values()))["command"])
-        seeds = " ".join(map(str, metas))
-        if len(metas) > 1:
-            command = f"for seed in {seeds}; do {command} --seed $seed; done"
-        else:
-            command = f"{command} --seed {seeds}"
-        commits = [str(meta["commit"])[:7] + " with changes" * bool(meta["dirty"]) for meta in metas.values()]
-        origin = f"made at {', '.join(dict.fromkeys(commits))}"
-        notes = {seed: meta.get("note", "") for seed, meta in metas.items()}
-        ends = [f"; seed {seed} {note}" for seed, note in notes.items() if note.startswith("stopped")]
-        lines += [f"# {readme.label(folder.parent.name)} {folder.name} ({origin}{''.join(ends)})", command]
+    for (algorithm, _, seeds), games in groups.items():
+        metas = [meta for runs in games.values() for meta in runs]
+        line = re.sub(r" --seed [0-9]+", "", metas[0]["command"]) + f" --seed {'$seed' if len(seeds) > 1 else seeds[0]}"
+        if len(seeds) > 1:
+            line = f"for seed in {' '.join(map(str, seeds))}; do {line}; done"
+        if len(games) > 1:
+            line = re.sub(r" --env-id \S+", "", line).replace(" --seed", " --env-id $game --seed")
+            line = f"for game in {' '.join(games)}; do {line}; done"
+        commits = [str(meta["commit"])[:7] + " with changes" * bool(meta["dirty"]) for meta in metas]
+        lines += [f"# {readme.label(algorithm)} {', '.join(games)} (made at {', '.join(dict.fromkeys(commits))})", line]
     return lines
 
 

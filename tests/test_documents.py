@@ -52,7 +52,8 @@ def commands(text: str) -> list[list[str]]:
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`((?:python|torchrun) [^`\n]+)`", FENCED.sub("", text))
     found = (re.search(r"(?:^|\s)([\w/]+\.py)((?:\s[^;&]*)?)", line.partition(" # ")[0]) for line in lines)
-    return [[match[1], *shlex.split(match[2].replace("$seed", "1"))] for match in found if match]
+    flags = ([match[1], match[2].replace("$seed", "1").replace("$game", "maze")] for match in found if match)
+    return [[script, *shlex.split(words)] for script, words in flags]
 
 
 def check_command(script: str, *words: str) -> None:
@@ -96,7 +97,7 @@ def test_commands_are_accepted(document):
 def test_commands_are_found():
     text = """Run `python ppo.py --seed 2`.
 ```bash
-for seed in 1 2; do python ppg.py --seed $seed; done
+for game in maze heist; do for seed in 1 2; do python ppg.py --env-id $game --seed $seed; done; done
 torchrun --nnodes 2 \\
     impala.py --num-envs 8 & pid=$!     # not `python x.py`
 pip install -r requirements.txt
@@ -106,7 +107,8 @@ python -m pytest
 python ppo.py
 ```
 """
-    expected = [["ppg.py", "--seed", "1"], ["impala.py", "--num-envs", "8"], ["ppo.py", "--seed", "2"]]
+    expected = [["ppg.py", "--env-id", "maze", "--seed", "1"], ["impala.py", "--num-envs", "8"]]
+    expected += [["ppo.py", "--seed", "2"]]
     assert commands(text) == expected
     for words in expected:
         check_command(*words)

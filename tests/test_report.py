@@ -190,10 +190,11 @@ def test_the_report_from_known_curves(tmp_path, made):
     low_high = f"{np.mean(gaps) - half:+.3f} to {np.mean(gaps) + half:+.3f}"
     assert row[8:] == [f"{np.mean(gaps):+.3f}", low_high, "inconclusive"]
     assert "\n# IMPALA (APPO) starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
-    assert "\n# PPO fruitbot (made at 0123451, 0123452, 0123453, 0123454)\n" in text
-    assert "\nfor seed in 1 2 3 4; do python ppo.py --env-id fruitbot --seed $seed; done\n" in text
-    other = "python ppo.py --env-id fruitbot --gamma 0.99 --seed 10"
-    assert f"\n# PPO fruitbot (made at 0123451 with changes)\n{other}\n" in text
+    assert "\n# PPO fruitbot, starpilot (made at 0123451, 0123452, 0123453, 0123454)\n" in text
+    games, other = "for game in fruitbot starpilot; do", "python ppo.py --gamma 0.99 --env-id $game --seed 10; done"
+    command = "python ppo.py --env-id $game --seed $seed; done; done"
+    assert f"\n{games} for seed in 1 2 3 4; do {command}\n" in text
+    assert f"\n# PPO fruitbot, starpilot (made at 0123451 with changes)\n{games} {other}\n" in text
     for name in ("curves.png", "profile.png"):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
         assert f"/easy-all/{name})" in text
