@@ -163,7 +163,7 @@ class Args(RunArgs):
         yield from super().constraints()
         share = max(1, self.num_actors * len(self.env_id.split(",")))  # each actor plays every game
         yield (
-            not self.num_actors or self.num_envs % share == 0,
+            self.num_envs % share == 0,
             f"--num-envs {self.num_envs} cannot be shared evenly by --num-actors {self.num_actors}, with environments "
             f"of every game for each: use a multiple of {share}.",
         )
@@ -380,7 +380,7 @@ def act(
     envs: VectorEnv, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event
 ) -> Iterator[Experience | None]:
     """Set up and yield None; then play `num_steps` steps of n environments with the newest policy, yield the n unrolls,
-    and so on until `stop`. The policy plays in a copy of the actor's own, where a CUDA graph finds its parameters.
+    and so on until `stop`. A copy of the actor's own plays: a CUDA graph finds each policy's parameters in one place.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
     `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.

@@ -122,7 +122,7 @@ def mean_over_games(games: Sequence[np.ndarray]) -> np.ndarray:
 def interquartile_mean(games: Sequence[np.ndarray]) -> np.ndarray:
     """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264).
 
-    Of n runs the int(n / 4) least and the int(n / 4) most are left out; NaN for less than four, where that is none.
+    Of n runs the int(n / 4) lowest and as many highest are left out. NaN for fewer than four, where that is none.
     """
     runs = np.concatenate(games, axis=-1)
     return stats.trim_mean(runs, 0.25, axis=-1) if runs.shape[-1] >= 4 else np.full(runs.shape[:-1], np.nan)
@@ -131,11 +131,8 @@ def interquartile_mean(games: Sequence[np.ndarray]) -> np.ndarray:
 def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
     """P(a run of X > one of Y), ties half, averaged over games (same paper). `games`: those of X, then those of Y."""
     half = len(games) // 2
-    pairs = [
-        (x[..., :, None] > y[..., None, :]) + 0.5 * (x[..., :, None] == y[..., None, :])
-        for x, y in zip(games[:half], games[half:], strict=True)
-    ]
-    return np.mean([pair.mean(axis=(-2, -1)) for pair in pairs], axis=0)
+    signs = [np.sign(x[..., :, None] - y[..., None, :]) for x, y in zip(games[:half], games[half:], strict=True)]
+    return np.mean([(1 + sign.mean(axis=(-2, -1))) / 2 for sign in signs], axis=0)
 
 
 def with_interval(

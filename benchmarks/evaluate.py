@@ -19,8 +19,9 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
 from scipy import stats
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.device import setup_device
@@ -158,9 +159,9 @@ def main(args: Args) -> dict[str, float]:
         film(args, agent, settings.env_id, device, **made)
     envs = make_envs(settings.env_id, num_envs, **made)
     print(f"{args.run_dir}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
-    with tqdm(total=num_envs * quota, unit=" episodes", disable=not sys.stderr.isatty()) as bar:
-        play = HeldOut(envs, made["seed"], device).play
-        returns, lengths = play(agent, quota, args.greedy, lambda finished: bar.update(finished - bar.n))
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task, play = bar.add_task("episodes", total=num_envs * quota), HeldOut(envs, made["seed"], device).play
+        returns, lengths = play(agent, quota, args.greedy, lambda finished: bar.update(task, completed=finished))
     envs.close()
     figures = {}
     for number, (game, summary) in enumerate(summaries(returns, lengths, games, settings.distribution_mode).items()):

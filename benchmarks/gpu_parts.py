@@ -27,6 +27,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import readme
 import throughput
 from common.device import resolve_device
 from common.errors import InputError, TrainingError
@@ -235,7 +236,7 @@ PARTS = {"resume": resume, "match": match, "throughput": measure, "profile": pro
 
 
 def measurements(args: Common) -> Path:
-    return args.out / "throughput" / ("cpu.csv" if resolve_device(args.device).type == "cpu" else "gpu.csv")
+    return readme.measurement_path(args.out / "throughput", args.device)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -2,9 +2,9 @@
 
     python benchmarks/phases.py          # from the curves in results/easy-all; writes phases.md and phases.png there
 
-A phase has 131,072 steps with PPG's defaults, 524,288 with the paper's settings (`--preset paper`), and 2,097,152 in
-the paper (Cobbe et al. 2020, hard mode), with as many gradient steps as the latter. Hours are those that so many steps
-take on two idle cores without bfloat16. Scores are mean returns of all episodes that ended in the last 131,072 steps.
+A phase has 131,072 steps with PPG's defaults and 524,288 with the paper's settings (`--preset paper`). In the paper
+(Cobbe et al. 2020, hard mode) it has 2,097,152, with as many gradient steps as one of `--preset paper`. Hours are those
+of two idle cores without bfloat16. Scores are mean returns of all episodes that ended in the last 131,072 steps.
 """
 
 import statistics

@@ -25,7 +25,6 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
 import curves
 import exploration
 import figures
@@ -336,7 +335,8 @@ def seed_of(path: Path) -> int:
 
 
 def commands(protocol: Protocol) -> list[str]:
-    """The commands that made the curves: one for all runs of an algorithm that differ in games and seeds alone."""
+    """The commands that made the curves: one for all runs of an algorithm that differ in games and seeds alone (and in
+    what a resumed run may change: the first run's flags stand for all)."""
     folders = {}  # by folder and settings, then by seed
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
         meta = read_json(path)
@@ -473,7 +473,7 @@ def report(protocol: Protocol) -> str:
 
 
 def main(args: Args) -> None:
-    """Make all tables and figures. Raises InputError before any is made."""
+    """Make all tables and figures. Raises InputError for lacking runs or documents before any is made."""
     protocols = read_protocols(args.results)
     if not protocols:
         raise InputError(f"no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")

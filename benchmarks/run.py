@@ -34,7 +34,8 @@ import torch
 import tyro
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.device import resolve_device
@@ -135,7 +136,7 @@ class Job:
 
     def file(self, logs: Path, suffix: str) -> Path:
         """A file of this run, and of none with other settings, in folder `logs`."""
-        digest = hashlib.sha256(shlex.join(self.words).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(shlex.join([self.algorithm, *self.words]).encode()).hexdigest()[:8]
         return logs / f"{self.name.lstrip('./').replace(' ', '-').replace('/', '-')}-{digest}{suffix}"
 
 
@@ -235,9 +236,8 @@ def table(jobs: list[Job]) -> Table:
     """All runs: how far they are, how fast, what they return, and how long they still need."""
     counts = Counter(job.state for job in jobs)
     title = ", ".join(f"{count} {state}" for state, count in counts.items())
-    shown = Table("run", "state", *("steps", "of", "SPS", "return", "left"), "", title=f"{len(jobs)} runs: {title}")
-    for column in shown.columns[2:7]:
-        column.justify = "right"
+    numbers = [Column(name, justify="right") for name in ("steps", "of", "SPS", "return", "left")]
+    shown = Table("run", "state", *numbers, "", title=f"{len(jobs)} runs: {title}")
     for job in jobs:
         row, total = last_row(job.path / "progress.csv") if job.path else None, job.settings.total_timesteps
         step, cells = 0, ["-"] * 3
@@ -246,7 +246,7 @@ def table(jobs: list[Job]) -> Table:
             sps = step / max(seconds, 0.1)
             left = timedelta(seconds=round(max(total - step, 0) / sps))
             cells = [f"{sps:.0f}", f"{last_return:.2f}", str(left)]
-        shown.add_row(job.name, job.state, f"{step:,}", f"{total:,}", *cells, job.note)
+        shown.add_row(job.name, job.state, f"{step:,}", f"{total:,}", *cells, escape(job.note))
     return shown
 
 

@@ -63,7 +63,7 @@ class Args:
 def measure(args: Args, algorithm: str, ranks: int) -> float:
     """Steps per second of a run."""
     script = importlib.import_module(algorithm)
-    settings = script.Args(env_id=args.env_id, device=args.device, precision="auto")
+    settings = script.Args(env_id=args.env_id, device=args.device)
     shorten(algorithm, settings, args.num_steps, args.iterations)
     settings.total_timesteps *= ranks
     if algorithm == "impala":

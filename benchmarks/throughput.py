@@ -81,7 +81,7 @@ class Args:
     repeats: NotNegative[int] = 3
     """measurements of each configuration, in turn"""
     num_steps: Positive[int] = 32
-    """steps of each environment in an iteration (on the CPU)"""
+    """steps of each environment in an iteration"""
     sweeps: tuple[Literal[*SWEEPS], ...] = ()
     """also measure how the cost grows: num_envs (16 to 1024), env_groups, feature_dim (x1, x2, x4), threads"""
     memory: bool = True
@@ -149,7 +149,7 @@ def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     script = importlib.import_module(job["algorithm"])
     env_groups = job["value"] if job["sweep"] == "env_groups" else "64x1"
     settings = fast_settings(job["algorithm"], job["configuration"], env_groups)
-    args = script.Args(env_id=job["env_id"], device=job["device"], precision="auto", **settings)
+    args = script.Args(env_id=job["env_id"], device=job["device"], **settings)
     if job["sweep"] in ("num_envs", "feature_dim"):
         setattr(args, job["sweep"], job["value"])
     if job["configuration"] == "fp32":

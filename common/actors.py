@@ -14,8 +14,8 @@ class ActorThreads(Iterator):
     """Batches of what actors yield in threads of their own, through a bounded queue. Actors end once `stop` is set.
     Without a queue (`queue_size` 0), a single actor acts when it is asked to, in no thread: the same in every run.
     On a GPU, each thread has a CUDA stream of its own, so that acting does not wait until a whole update is done. The
-    learner must have waited for the GPU before it lets go of a batch, whose memory the actor's stream uses again, or
-    publishes a policy."""
+    learner must wait for the GPU before it publishes a policy, and before it lets go of a batch, whose memory the
+    actor's stream then uses again."""
 
     POLL_SECONDS = 0.2  # how often a waiting thread looks whether the run still goes on
     CLOSE_SECONDS = 3

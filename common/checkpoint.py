@@ -157,8 +157,8 @@ class Checkpoints:
         write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": step})
 
     def close(self, error: BaseException | None) -> None:
-        """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError where the run is
-        complete and its last checkpoint cannot be written, and instead of such an `error`, with the way to resume."""
+        """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
+        complete but its last checkpoint cannot be written. To an `error` of that class it adds how to resume."""
         run, path, unwritten = self.run, self.run.path, []
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(path)]
         try:

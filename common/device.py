@@ -19,7 +19,7 @@ GPU_RESERVE = 8e9  # bytes that networks, activations and the rollout may need b
 
 
 def setup_device(device: str, seed: int, torch_deterministic: bool = True) -> torch.device:
-    """Seed Python, NumPy and PyTorch, set cuDNN, allocator, present GPU and CPU threads, and return the device."""
+    """Seed Python, NumPy and PyTorch; set up cuDNN, malloc, the current GPU and the CPU threads; return the device."""
     resolved = resolve_device(device)
     random.seed(seed)
     np.random.seed(seed)

@@ -46,7 +46,7 @@ class ProcgenVectorEnv(VectorEnv):
         self.render_mode = "rgb_array" if render else None
         drawn = {"num_threads": num_threads, "render_mode": self.render_mode}
         self.gym3_env = ProcgenGym3Env(num=num_envs, env_name=",".join(games), **levels, **drawn)
-        self.games, self.num_envs = games, num_envs
+        self.num_envs = num_envs
         self.started = False  # whether `start` has begun the step that `step` is to finish
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
         self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)

@@ -117,7 +117,8 @@ def test_scripts_of_ones_own_are_in_the_matrix(ideas, monkeypatch):
         assert [job.settings.exp_name for job in jobs] == [*algorithms, "my_idea", "ppo"]
         assert (ROOT / jobs[-1].command("runs")[0]).resolve() == ideas / "ppo.py"
         logs = [job.file(ideas, ".log") for job in jobs]
-        assert len(set(logs)) == len(jobs)
+        logs.append(replace(jobs[-1], algorithm=jobs[-1].algorithm.lstrip("./")).file(ideas, ".log"))  # another script
+        assert len(set(logs)) == len(logs)
         assert all(log.parent == ideas and re.match(r"\w", log.name) for log in logs)
 
 
@@ -371,6 +372,7 @@ def test_the_table(tmp_path):
     job.state, job.path = "running", tmp_path
     rows = ["step,seconds,episodes,episodic_return,last_100_return", "128,2.0,3,20,21", "256,4.0,3,20,22.5", "384,6"]
     (tmp_path / "progress.csv").write_text("\n".join(rows))
+    other.note = "exit code 1: cannot open [/x]"  # no markup
     console = Console(file=io.StringIO(), width=120)
     console.print(launcher.table([job, other]))
     lines = [re.sub(r"\W*[│┃]\W*", "|", line) for line in console.file.getvalue().splitlines()]
