@@ -13,20 +13,17 @@ import torch
 class CountEnv(gym.Env):
     """The observation is the number of steps since the reset; the reward is 1; a time limit ends the episode."""
 
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
-
     observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = 0
-        return np.array([self.count], np.float32), {}
+        return np.array([self.count], self.observation_space.dtype), {}
 
     def step(self, action):
         self.count += 1
-        return np.array([self.count], np.float32), 1.0, False, False, {}
+        return np.array([self.count], self.observation_space.dtype), 1.0, False, False, {}
 
 
 class DoubleEnv(CountEnv):
@@ -34,20 +31,9 @@ class DoubleEnv(CountEnv):
 
     observation_space = gym.spaces.Box(0, 100, (1,), np.float64)
 
-    def reset(self, *, seed=None, options=None):
-        obs, info = super().reset(seed=seed)
-        return obs.astype(np.float64), info
-
-    def step(self, action):
-        obs, *rest = super().step(action)
-        return obs.astype(np.float64), *rest
-
 
 class BitsEnv(gym.Env):
     """A random bit pattern is shown; the reward is the share of bits that the action repeats. 10 steps an episode."""
-
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
 
     observation_space = gym.spaces.Box(0, 1, (4,), np.float32)
     action_space = gym.spaces.MultiBinary(4)
@@ -73,9 +59,6 @@ class CueEnv(gym.Env):
 
     The last observation is the same for both, so that a policy without memory earns .5 on average, whatever it is.
     """
-
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
 
     observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
     action_space = gym.spaces.Discrete(2)

@@ -122,18 +122,12 @@ def test_rejected_by_one_script(script, settings, words, tmp_path):
 
 
 @ALL
-@pytest.mark.parametrize("below", ["", "runs", "a/b"])
-def test_rejected_runs_dir(script, below, tmp_path):
+@pytest.mark.parametrize("name", ["file", "file/runs", "file/a/b", "x" * 300])
+def test_rejected_runs_dir(script, name, tmp_path):
     # Not a folder without permission: the superuser may write there.
-    file = tmp_path / "file"
-    file.write_text("kept")
-    check_rejected(script, tmp_path, {"runs_dir": str(file / below)}, str(file / below), "--runs-dir")
-    assert file.read_text() == "kept"
-
-
-@ALL
-def test_rejected_name_of_runs_dir(script, tmp_path):
-    check_rejected(script, tmp_path, {"runs_dir": str(tmp_path / ("x" * 300))}, "--runs-dir", "too long")
+    (tmp_path / "file").write_text("kept")
+    check_rejected(script, tmp_path, {"runs_dir": str(tmp_path / name)}, str(tmp_path / name), "--runs-dir")
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 class StillEnv(gym.Env):
@@ -179,9 +173,10 @@ def test_rejected_without_atari(script, tmp_path):
 
 
 @ALL
-def test_rejected_without_wandb(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    check_rejected(script, tmp_path, {"track": True}, "--track", "pip install wandb")
+@pytest.mark.parametrize(("flag", "package"), [("track", "wandb"), ("capture_video", "av")])
+def test_rejected_without_a_package(script, flag, package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    check_rejected(script, tmp_path, {flag: True}, f"--{flag.replace('_', '-')}", f"pip install {package}")
 
 
 @ALL
@@ -194,12 +189,6 @@ def test_rejected_by_wandb(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", init)
     check_rejected(script, tmp_path, {"track": True}, "--track", "no API key configured")
-
-
-@ALL
-def test_rejected_without_video_encoder(script, tmp_path, monkeypatch):
-    monkeypatch.setattr("common.settings.find_spec", lambda name: None if name == "av" else True)
-    check_rejected(script, tmp_path, {"capture_video": True}, "--capture-video", "pip install av")
 
 
 # -------------------------------------------------------------------------------------------------------- command line

@@ -14,7 +14,7 @@ from test_envs import read_video
 
 @pytest.mark.parametrize(("env_id", "num_actions"), [("starpilot", 15), ("CartPole-v1", 2)])
 def test_a_step_in_two_halves_is_a_step(env_id, num_actions):
-    whole, halves = (make_envs(env_id, 4, seed=3) for _ in range(2))
+    whole, halves = (make_envs(env_id, 4, seed=3, num_threads=number) for number in (0, 2))  # of Procgen's
     assert np.array_equal(whole.reset(seed=3)[0], halves.reset(seed=3)[0])
     for actions in np.random.default_rng(0).integers(0, num_actions, (100, 4)):
         expected = whole.step(actions)
@@ -90,17 +90,10 @@ def test_one_group_is_stepped_while_the_policy_acts_for_the_other(script, monkey
     assert agent.diary == [*first, *turn_a, *turn_b, "wait A", *turn_a, "wait B", *turn_b, "wait A", "wait B"]
 
 
-def test_groups_have_other_levels_and_seeds():
+def test_groups_have_other_levels():
     envs = make_envs("starpilot", 6, seed=1, num_groups=3)
     assert len({level for group, _ in envs.groups for level in level_seeds(group)}) == 6
-    assert [(part.start, part.stop) for _, part in envs.groups] == [(0, 2), (2, 4), (4, 6)]
     envs.close()
-    envs = make_envs("CartPole-v1", 4, seed=1, num_groups=2)
-    obs, _ = envs.reset(seed=1)
-    assert len(np.unique(obs, axis=0)) == 4
-    one = make_envs("CartPole-v1", 4, seed=1)
-    assert np.array_equal(one.reset(seed=1)[0], obs)  # as Gymnasium seeds them: 1, 2, 3, 4
-    one.close(), envs.close()
 
 
 def test_the_first_environment_of_the_first_group_is_filmed(tmp_path):

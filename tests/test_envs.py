@@ -5,7 +5,6 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
@@ -94,14 +93,6 @@ def test_procgen_observations_are_not_overwritten_by_the_next_step():
     assert not np.array_equal(after, kept)
     np.testing.assert_array_equal(before, kept)
     envs.close()
-
-
-def test_procgen_same_seed_same_episodes():
-    actions = random_actions(100, 4)
-    first, second = (play(procgen_envs("starpilot", 4, seed=3, num_threads=number), actions) for number in (0, 2))
-    for a, b in zip(first[:3], second[:3], strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert first[1].any()
 
 
 def test_procgen_levels_stay_in_range():
@@ -193,24 +184,6 @@ def test_procgen_reward_of_the_last_action_belongs_to_the_episode_it_ends():
     assert terminations[won].all()
     for t, env in np.argwhere(terminations):
         assert infos[t]["episode"]["r"][env] == rewards[t, env] == (10 if won[t, env] else 0)
-
-
-def test_procgen_replay_shows_the_frames_again():
-    envs = procgen_envs("starpilot", 4, num_groups=2)
-    envs.reset()
-    start, actions = envs.state_dict(), torch.as_tensor(random_actions(12, 4)).view(3, 4, 4)
-    seen = torch.empty(3, 4, 4, 64, 64, 3, dtype=torch.uint8)
-    for k, t in np.ndindex(3, 4):
-        seen[k, t] = torch.as_tensor(envs.obs)
-        for group, part in envs.groups:
-            group.step(actions[k, t, part].numpy())
-    last, frames = envs.obs.copy(), torch.empty_like(seen)
-    envs.replay(start, actions, frames)
-    assert torch.equal(frames, seen)
-    assert np.array_equal(envs.obs, last)
-    with pytest.raises(InputError, match="the environments do not repeat what they did"):
-        envs.replay(start, actions.flip(0), frames)
-    envs.close()
 
 
 # --------------------------------------------------------------------------------------------------------- Gymnasium

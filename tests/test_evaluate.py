@@ -69,8 +69,7 @@ def test_figures_of_known_returns(tmp_path, monkeypatch):
     assert figures["maze mean length"] == 7.25
 
 
-@pytest.mark.parametrize(("levels", "expected"), [("train", {4, 5, 6}), ("unseen", None), ("all", None)])
-def test_levels(bossfight, levels, expected, monkeypatch):
+def test_levels(bossfight, monkeypatch):
     seeds = []
 
     def play(held_out, *args):
@@ -78,12 +77,8 @@ def test_levels(bossfight, levels, expected, monkeypatch):
         return np.zeros((2, 32, 1))
 
     monkeypatch.setattr(HeldOut, "play", play)
-    evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu"))
-    if expected:
-        assert set(seeds) == expected
-    else:
-        assert len(set(seeds)) == 32
-        assert min(seeds) >= (7 if levels == "unseen" else 0)
+    evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels="train", device="cpu"))
+    assert set(seeds) == {4, 5, 6}
 
 
 def test_level_ranges():

@@ -10,9 +10,8 @@ import ppg
 import ppo
 from common import device
 from common.accelerate import Recorded, accelerate
-from helpers import parameters
+from helpers import parameters, small_args
 from test_learning import ACTIONS, FRAMES, learn
-from test_training import short_args
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,9 +23,8 @@ SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg, impala])
 
 def make_args(script, tmp_path, **settings):
     """Three iterations, or updates."""
-    if script is impala:
-        settings = {"batch_size": 4, "queue_size": 4} | settings
-    return short_args(script, tmp_path, device=CUDA.type, **settings)
+    sizes = {"num_steps": 8, "total_timesteps": 96, "n_pi": 2, "num_actors": 1, "queue_size": 4, "log_interval": 16_384}
+    return small_args(script, tmp_path, sizes, **{"env_id": "starpilot", "device": CUDA.type} | settings)
 
 
 def in_turn(script):

@@ -213,10 +213,3 @@ def test_target_kl_stops_the_epochs(script, passes, steps):
         run_update(script, agent, rollout, *estimates(rollout, torch.randn(8, 4)), args, optimizer)
         made.append(len(count))
     assert made == steps
-
-
-def test_explained_variance():
-    returns = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert ppo.explained_variance(returns, returns).item() == 1
-    assert ppo.explained_variance(torch.full((4,), 7.0), returns).item() == pytest.approx(0)
-    assert ppo.explained_variance(-returns, returns).item() == pytest.approx(-3)

@@ -140,14 +140,6 @@ def test_an_iteration_reads_its_metrics_once(script, reads, tmp_path, monkeypatc
 
 @pytest.mark.quick
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_in_metrics_is_found(value):
-    metrics = {"losses/a": torch.tensor(1.0), "losses/b": torch.tensor(value)}
-    with pytest.raises(TrainingError, match=rf"^losses/b is {value} at step 1,024$"):
-        require_finite(1024, metrics)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("part", "name"), [("agent", "agent.weight"), ("intrinsic", "intrinsic.weight"), ("other", "other.weight")]
 )
@@ -155,8 +147,8 @@ def test_nan_in_any_network_is_found(part, name, value):
     """Also where networks have parameters of the same names."""
     parts = {key: torch.nn.Linear(2, 2) for key in ("agent", "intrinsic", "other")} | {"optimizer": SimpleNamespace()}
     parts[part].weight.data[0, 1] = value
-    with pytest.raises(TrainingError, match=f"^{name} is {value} at step 7$"):
-        Checkpoints.save(SimpleNamespace(parts=parts), 7)
+    with pytest.raises(TrainingError, match=f"^{name} is {value} at step 1,024$"):
+        Checkpoints.save(SimpleNamespace(parts=parts), 1024)
 
 
 # -------------------------------------------------------------------------------------------------------- command line

@@ -1,46 +1,23 @@
-"""Whole runs: repeatability, learning, and every Procgen game. What they learn from, step by step: test_restated."""
+"""Whole runs: repeatability and learning. What they learn from, step by step: test_restated."""
 
 import pytest
 import torch
 
 import ppg
 import ppo
-from common.load import load_agent
-from common.procgen_env import PROCGEN_GAMES
-from helpers import PPO_AND_PPG, evaluate, parameters
-
-
-def short_args(script, tmp_path, **settings):
-    """Three iterations, or updates."""
-    sizes = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 96, "device": "cpu"}
-    if script is ppg:
-        sizes |= {"n_pi": 2, "e_aux": 1}
-    return script.Args(**(sizes | {"runs_dir": str(tmp_path)} | settings))
-
-
-def tiny_args(script, tmp_path, **settings):
-    """As few frames as show that Procgen and the convolutions are in order: three iterations of eight frames."""
-    tiny = {"num_steps": 2, "total_timesteps": 24, "feature_dim": 16, "num_threads": 1}
-    if script is ppo:
-        tiny["update_epochs"] = 1
-    return short_args(script, tmp_path, **tiny | settings)
+from helpers import PPO_AND_PPG, evaluate, parameters, small_args
 
 
 def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
+    sizes = {"num_steps": 2, "total_timesteps": 16, "update_epochs": 1}
+    args = small_args(ppo, tmp_path, sizes, env_id="starpilot", feature_dim=16, num_threads=1, precision="bf16")
     try:
-        args = tiny_args(ppo, tmp_path, precision="bf16", total_timesteps=16)
         a, b = (parameters(ppo.main(args)) for _ in range(2))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("game", PROCGEN_GAMES)
-def test_every_game(game, tmp_path):
-    run_dir = ppo.main(tiny_args(ppo, tmp_path, env_id=game, num_envs=2, total_timesteps=8))
-    load_agent(run_dir)
 
 
 # ------------------------------------------------------------------------------------------------------- learning
