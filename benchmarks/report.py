@@ -337,21 +337,21 @@ def seed_of(path: Path) -> int:
 def commands(protocol: Protocol) -> list[str]:
     """The commands that made the curves: one for all runs of an algorithm that differ in games and seeds alone (and in
     what a resumed run may change: the first run's flags stand for all)."""
-    folders = {}  # by folder and settings, then by seed
+    runs = {}  # by algorithm, settings and game, then by seed
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json"), key=lambda path: (path.parent, seed_of(path))):
         meta = read_json(path)
         if not meta.keys() >= {"command", "commit", "dirty"}:
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
-        settings = [flag for flag in same_settings(meta["command"]) if flag[0] != "--env-id"]
-        folders.setdefault((path.parent, str(settings)), {})[seed_of(path)] = meta
+        flags = same_settings(meta["command"])
+        game = next((flag[1] for flag in flags if flag[0] == "--env-id"), path.parent.name)
+        settings = str([flag for flag in flags if flag[0] != "--env-id"])
+        runs.setdefault((path.parts[-3], settings, game), {})[seed_of(path)] = meta
     groups = {}  # by algorithm, settings and seeds, then by game
-    for (folder, settings), metas in folders.items():
-        named = re.search(r"--env-id (\S+)", next(iter(metas.values()))["command"])
-        game = named[1] if named else folder.name
-        groups.setdefault((folder.parent.name, settings, tuple(metas)), {})[game] = list(metas.values())
+    for (algorithm, settings, game), metas in runs.items():
+        groups.setdefault((algorithm, settings, tuple(metas)), {})[game] = list(metas.values())
     lines = []
     for (algorithm, _, seeds), games in groups.items():
-        metas = [meta for runs in games.values() for meta in runs]
+        metas = [meta for each in games.values() for meta in each]
         line = re.sub(r" --seed [0-9]+", "", metas[0]["command"]) + f" --seed {'$seed' if len(seeds) > 1 else seeds[0]}"
         if len(seeds) > 1:
             line = f"for seed in {' '.join(map(str, seeds))}; do {line}; done"

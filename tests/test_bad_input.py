@@ -122,11 +122,14 @@ def test_rejected_by_one_script(script, settings, words, tmp_path):
 
 
 @ALL
-@pytest.mark.parametrize("name", ["file", "file/runs", "file/a/b", "x" * 300])
-def test_rejected_runs_dir(script, name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("file", "exists"), ("file/runs", "Not a directory"), ("file/a/b", "Not a directory"), ("x" * 300, "too long")],
+)
+def test_rejected_runs_dir(script, name, reason, tmp_path):
     # Not a folder without permission: the superuser may write there.
     (tmp_path / "file").write_text("kept")
-    check_rejected(script, tmp_path, {"runs_dir": str(tmp_path / name)}, str(tmp_path / name), "--runs-dir")
+    check_rejected(script, tmp_path, {"runs_dir": str(tmp_path / name)}, str(tmp_path / name), "--runs-dir", reason)
     assert (tmp_path / "file").read_text() == "kept"
 
 

@@ -7,10 +7,9 @@ import torch
 
 import impala
 import ppg
-import ppo
 from common import device
 from common.accelerate import Recorded, accelerate
-from helpers import parameters, small_args
+from helpers import ALL, parameters, small_args
 from test_learning import ACTIONS, FRAMES, learn
 
 pytestmark = [
@@ -18,17 +17,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
 ]
 CUDA = torch.device("cuda")
-SCRIPTS = pytest.mark.parametrize("script", [ppo, ppg, impala])
 
 
 def make_args(script, tmp_path, **settings):
     """Three iterations, or updates."""
-    sizes = {"num_steps": 8, "total_timesteps": 96, "n_pi": 2, "num_actors": 1, "queue_size": 4, "log_interval": 16_384}
+    sizes = {"num_steps": 8, "total_timesteps": 96, "n_pi": 2, "queue_size": 4, "log_interval": 16_384}
     return small_args(script, tmp_path, sizes, **{"env_id": "starpilot", "device": CUDA.type} | settings)
-
-
-def in_turn(script):
-    return {"num_actors": 0} if script is impala else {}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +32,7 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-@SCRIPTS
+@ALL
 def test_a_compiled_encoder_learns_as_an_eager_one(script, monkeypatch):
     eager, eager_metrics = learn(script, FRAMES, torch.float32, 1e-4, device=CUDA)
 
@@ -53,7 +47,7 @@ def test_a_compiled_encoder_learns_as_an_eager_one(script, monkeypatch):
     assert metrics == pytest.approx(eager_metrics, rel=1e-3, abs=1e-5)
 
 
-@SCRIPTS
+@ALL
 def test_the_gpu_learns_what_the_cpu_learns(script):
     cpu, cpu_metrics = learn(script, FRAMES, torch.float32, 1e-4)
     gpu, metrics = learn(script, FRAMES, torch.float32, 1e-4, device=CUDA)
@@ -62,7 +56,7 @@ def test_the_gpu_learns_what_the_cpu_learns(script):
     assert 0.2 < gpu.norm() / cpu.norm() < 5  # other random minibatches
 
 
-@SCRIPTS
+@ALL
 @pytest.mark.parametrize("accelerate", ["eager", "compile", "cudagraphs"])
 def test_a_run_in_each_mode(script, accelerate, tmp_path):
     settings = {"eval_interval": 1, "eval_episodes": 1} | ({"num_actors": 2} if script is impala else {})
@@ -70,10 +64,10 @@ def test_a_run_in_each_mode(script, accelerate, tmp_path):
     assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
 
 
-@SCRIPTS
+@ALL
 @pytest.mark.parametrize("accelerate", ["eager", "compile"])
 def test_same_seed_same_run_and_an_exact_resume(script, accelerate, tmp_path):
-    settings = {"checkpoint_interval": 0, "accelerate": accelerate} | in_turn(script)
+    settings = {"checkpoint_interval": 0, "accelerate": accelerate}
     whole, again = (parameters(script.main(make_args(script, tmp_path, **settings))) for _ in range(2))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     part = script.main(make_args(script, tmp_path, **settings, total_timesteps=64))
@@ -82,12 +76,12 @@ def test_same_seed_same_run_and_an_exact_resume(script, accelerate, tmp_path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@SCRIPTS
+@ALL
 def test_played_back_acting_changes_nothing(script, tmp_path, monkeypatch):
     """A run with it is that without it, bit for bit, with the same random numbers."""
     recorded, record = [], Recorded.record
     monkeypatch.setattr(Recorded, "record", lambda self, *inputs: recorded.append(self) or record(self, *inputs))
-    runs = [make_args(script, tmp_path, accelerate=mode, **in_turn(script)) for mode in ("eager", "cudagraphs")]
+    runs = [make_args(script, tmp_path, accelerate=mode) for mode in ("eager", "cudagraphs")]
     eager, played_back = (parameters(script.main(args)) for args in runs)
     assert len(recorded) == 1
     assert all(torch.equal(eager[name], played_back[name]) for name in eager)
