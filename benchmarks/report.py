@@ -184,9 +184,8 @@ def origins(protocol: Protocol) -> list[str]:
 
 
 def summary_table(protocol: Protocol) -> list[str]:
-    """README's table, a row for each game with runs of more than one script, where there are several: means over seeds
-    of the scripts' defaults after one and two million steps, with the range over seeds, beside published PPO, and since
-    when PPG has been ahead of that."""
+    """README's table, a row for each game that all scripts have run with their defaults: means over seeds after one and
+    two million steps, with the range over seeds, beside published PPO, and since when PPG has been ahead of that."""
 
     def cell(scores: list[float]) -> str:
         spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
@@ -196,9 +195,8 @@ def summary_table(protocol: Protocol) -> list[str]:
     marks, columns, rows = ("1M", "2M"), ["game"], []
     for mark in marks:
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
-    fewest = min(2, len(algorithms))
     for game in protocol.games:
-        if sum(game in protocol.runs[algorithm] for algorithm in algorithms) < fewest:
+        if any(game not in protocol.runs[algorithm] for algorithm in algorithms):
             continue  # the figure has it
         cells = []
         for steps in map(MARKS.get, marks):

@@ -327,7 +327,7 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
     assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
 
 
-def test_the_summary_has_a_row_for_each_game_of_several_scripts(tmp_path):
+def test_the_summary_has_a_row_for_each_game_of_all_scripts(tmp_path):
     for seed, value in ((1, 3.0), (2, 5.0)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
     write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 1, 9.0)  # not a script's default: no column
