@@ -1,7 +1,7 @@
 """Copy the curves of finished runs to where the documents' numbers come from.
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
-    python benchmarks/collect.py runs/* --results my_results        # report.py --results my_results draws them
+    python benchmarks/collect.py runs/*__* --results my_results     # report.py --results my_results draws them
 
 Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the

@@ -13,6 +13,7 @@ is interpolated between the evaluations before and after the middle of these ste
 evaluation at their end would make the gap too small.
 """
 
+import itertools
 import math
 import re
 import sys
@@ -207,15 +208,16 @@ def summary_table(protocol: Protocol) -> list[str]:
 
 
 def ahead_since(protocol: Protocol, game: str) -> str:
-    """The first of the marks, a window apart, from which on the mean of PPG's runs is above published PPO's."""
-    published, since, end, window = protocol.published("")[0].get(game), None, 0, protocol.window()
-    while published and (ours := protocol.scores("ppg", game, end + window)):
-        end += window
+    """From which step on, of every eighth of a window, the mean of PPG's runs is above published PPO's."""
+    published, since, last, window = protocol.published("")[0].get(game), None, 0, protocol.window()
+    for end in itertools.count(window, window // 8):
+        if not (published and (ours := protocol.scores("ppg", game, end))):
+            break
         ahead = mean(ours) > mean(published.scores(end) or [math.inf])
-        since = (since or end) if ahead else None
-    if not end:
+        since, last = (since or end) if ahead else None, end
+    if not last:
         return "-"
-    return f"not by {end / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {end / 1e6:.1f}M"
+    return f"not by {last / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {last / 1e6:.1f}M"
 
 
 def interval(values: tuple[float, float, float]) -> str:
