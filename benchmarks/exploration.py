@@ -79,10 +79,7 @@ def run(seeds: int) -> None:
 
 def found(curve: Curve) -> float:
     """Steps after which an episode first reached the top; NaN for never."""
-    steps = (
-        step for step, n, value in zip(curve.steps, curve.episodes, curve.returns, strict=True) if n and value > NOTHING
-    )
-    return next(steps, math.nan)
+    return next((step for step, value in zip(curve.steps, curve.returns, strict=True) if value > NOTHING), math.nan)
 
 
 def table(curves: dict[str, list[Curve]]) -> str:

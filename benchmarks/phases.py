@@ -7,10 +7,9 @@ A phase has 131,072 steps with PPG's defaults and 524,288 with the paper's setti
 of two idle cores without bfloat16. Scores are mean returns of all episodes that ended in the last 131,072 steps.
 """
 
-import statistics
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 
@@ -42,7 +41,7 @@ def speeds() -> dict[str, float]:
     found = {}
     for algorithm, speed in rows:
         found.setdefault(algorithm, []).append(speed)
-    return {algorithm: statistics.median(values) for algorithm, values in found.items()}
+    return {algorithm: median(values) for algorithm, values in found.items()}
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, list[curves.Curve]]]:

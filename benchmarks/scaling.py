@@ -1,7 +1,7 @@
 """Steps per second of the three scripts by number of ranks (torchrun), and how long ranks wait for each other.
 
     python benchmarks/scaling.py                            # 1 and 2 ranks: 15 minutes on two cores
-    python benchmarks/scaling.py --ranks 1 2 4 8 --num-steps 256 --update-readme
+    python benchmarks/scaling.py --ranks 1 2 4 8 --num-steps 256
 
 Each measurement is a run of a script on Procgen, with one process or under torchrun; numbers of ranks take turns
 (1 2 1 2 ...). Each rank has environments of its own, as many as the one process has. On a CPU, the ranks share its
@@ -54,8 +54,6 @@ class Args:
     """iterations that count, after one to warm up"""
     from_csv: bool = False
     """measure nothing: make the table from the CSV that is there"""
-    update_readme: bool = False
-    """also put the table into benchmarks/README.md"""
     out: Path = ROOT / "benchmarks" / "results" / "scaling"
     """where CSV and table go"""
 
@@ -121,8 +119,6 @@ def main(args: Args) -> None:
     text = "\n".join([*table(rows), "", origin, ""])
     path.with_suffix(".md").write_text(text)
     print(f"\n{text}")
-    if args.update_readme:
-        readme.fill(readme.DOCUMENTS, f"scaling {path.stem}", text)
 
 
 if __name__ == "__main__":

@@ -182,19 +182,6 @@ def matmul_rate(device: Any, dtype: Any) -> float:
     return best
 
 
-def copy_rate(device: Any) -> float:
-    """Bytes per second from pinned host memory to the GPU."""
-    host, best = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), 0.0
-    target = torch.empty_like(host, device=device)
-    for _ in range(5):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(host, non_blocking=True)
-        synchronize(device)
-        best = max(best, len(host) / (time.perf_counter() - start))
-    return best
-
-
 def synchronize(device: Any) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -218,14 +205,10 @@ def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
 
 
 class Clocks:
-    """Seconds spent in functions, since `reset`."""
+    """Seconds spent in functions."""
 
     def __init__(self, device: Any):
-        self.device = device
-        self.reset()
-
-    def reset(self) -> None:
-        self.seconds = defaultdict(float)
+        self.device, self.seconds = device, defaultdict(float)
 
     def around(self, phase: str, function: Any, wait: bool = True) -> Any:
         def timed(*args, **kwargs):
@@ -261,7 +244,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         synchronize(device)
         marks.append((step, time.perf_counter()))
         if len(marks) == warm_up:
-            clocks.reset()
+            clocks.seconds = defaultdict(float)  # another one: an actor may be adding to the old
 
     session.make_envs, Run.log = make_timed_envs, marked_log
     script.update = clocks.around("learn", script.update)
@@ -304,7 +287,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "learn_share_of_matmul": learn * steps / seconds["learn"] / peak,
         "aux_share_of_matmul": aux * steps / seconds["aux"] / peak if aux else "",
         "share_of_matmul": (forward + learn + aux) * steps / (end - start) / peak,
-        "share_of_copy": 64 * 64 * 3 * steps / (end - start) / copy_rate(device) if device.type == "cuda" else "",
         "peak_gb": peak_memory(device),
         "torch_threads": torch.get_num_threads(),
     }
@@ -343,7 +325,7 @@ def be_quiet() -> None:
 COLUMNS = [
     *("algorithm", "configuration", "repeat", "sweep", "value", "precision", "steps_per_second"),
     *(f"{phase}_us" for phase in (*PHASES, "wait")),
-    *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul", "share_of_copy"),
+    *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul"),
     *("peak_gb", "torch_threads"),
 ]
 

@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 
 
@@ -124,6 +125,22 @@ class SpoiltEnv(CountEnv):
         return obs, reward, *rest
 
 
+class StillEnv(gym.Env):
+    """Does nothing, in the spaces given; keeps the last action that it got."""
+
+    def __init__(self, observation_space=None, action_space=None):
+        self.observation_space = observation_space or gym.spaces.Box(-1, 1, (2,), np.float32)
+        self.action_space = action_space or gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.action = action
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
 class Glance(torch.nn.Module):
     """An encoder that sees every 16th pixel of a frame: tests of other things than networks need not wait for one."""
 
@@ -133,6 +150,15 @@ class Glance(torch.nn.Module):
 
     def forward(self, frames):
         return torch.tanh(self.linear(frames[:, ::16, ::16].flatten(1).float() / 255))
+
+
+@pytest.fixture(scope="module")
+def small_networks():
+    """In all tests of a module the scripts' agents see frames through `Glance`."""
+    import fast
+
+    with fast.small_networks():
+        yield
 
 
 gym.register("TestCount-v0", CountEnv, max_episode_steps=5)

@@ -87,10 +87,6 @@ class Fork:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
-    def wait_for_output(self) -> None:
-        """Wait until the process has printed something, as a script does when its run begins."""
-        self.wait_for(lambda: self.output)
-
     def wait(self, seconds: float = 60) -> int:
         """Wait until the process ends; its exit status, or minus the signal that killed it."""
         self.process.join(seconds)

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,10 @@ def evaluate(run_dir: Path, episodes: int = 20) -> float:
 def level_seeds(envs):
     """The seed of the level that each of Procgen's environments plays."""
     return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]
+
+
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

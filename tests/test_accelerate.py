@@ -223,16 +223,11 @@ EDITS = {
     "GELU": edited(lambda self, x: x + self.conv1(F.gelu(self.conv0(F.gelu(x))))),
     "no pre-activation": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(x)))),
     "in place": edited(add_in_place),
-    "stochastic depth": edited(
-        lambda self, x: x if random.random() < -1 else x + self.conv1(F.relu(self.conv0(F.relu(x))))
-    ),
     "decorated": edited(torch.autocast("cpu", torch.bfloat16)(same)),
     "calls its superclass": type(
         "Derived", (ResidualBlock,), {"forward": lambda self, x: ResidualBlock.forward(self, x)}
     ),
     "standardised": edited(same, conv1=lambda: Standardised(16, 16, 3, padding=1)),
-    "stride of other kinds": edited(same, conv0=conv(16, 16, 5, padding=2), conv1=conv(16, 16, 1)),
-    "dilated": edited(same, conv0=conv(16, 16, 3, padding=2, dilation=2)),
     "grouped": edited(same, conv0=conv(16, 16, 3, padding=1, groups=2)),
     "without bias": edited(same, conv1=conv(16, 16, 3, padding=1, bias=False)),
     "circular": edited(same, conv1=conv(16, 16, 3, padding=1, padding_mode="circular")),
@@ -269,7 +264,6 @@ class Row(nn.Sequential):
 
 FIRST, POOL = conv(3, 16, 3, padding=1), nn.MaxPool2d(3, 2, 1)
 ROWS = {
-    "pool 2": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(2)),
     "pool 2, padded": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(2, 2, 1)),
     "pool without padding": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2)),
     "pool with stride 3": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 3, 1)),
@@ -282,6 +276,7 @@ ROWS = {
     "a class of rows": lambda: Row(FIRST(), POOL),
     "standardised": lambda: nn.Sequential(Standardised(3, 16, 3, padding=1), POOL),
     "stride 2": lambda: nn.Sequential(conv(3, 16, 3, stride=2, padding=1)(), POOL),
+    "dilated": lambda: nn.Sequential(conv(3, 16, 3, padding=1, dilation=2)(), POOL),
     "without padding": lambda: nn.Sequential(conv(3, 16, 3)(), POOL),
 }
 

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import EnvSpec
 
 import fast
 import impala
@@ -21,6 +22,7 @@ import ppo
 from common.errors import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES
 from common.settings import parse
+from conftest import StillEnv
 from helpers import ALL, small_args
 from test_run import flags
 
@@ -31,11 +33,6 @@ ALL_GAMES = ", ".join(PROCGEN_GAMES)
 def make_args(script, tmp_path, **settings):
     """A run of a second on CartPole, but for `settings`."""
     return small_args(script, tmp_path / "runs", {"num_steps": 16, "total_timesteps": 64, "n_pi": 2}, **settings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server():
-    fast.start_server()
 
 
 def check_rejected(script, tmp_path, settings, *words):
@@ -58,14 +55,11 @@ def check_rejected(script, tmp_path, settings, *words):
     [
         # the task
         ({"env_id": "starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
-        ({"env_id": "StarPilot"}, ["StarPilot", "Did you mean starpilot?", ALL_GAMES]),
+        ({"env_id": "star pilot"}, ["star pilot", "Did you mean starpilot?", ALL_GAMES]),
         ({"env_id": "nonsense"}, ["nonsense", ALL_GAMES]),
         ({"env_id": "coinrun,starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
-        ({"env_id": "CartPol-v1"}, ["CartPol-v1", "Did you mean CartPole-v1?"]),
         ({"env_id": "CartPole-v7"}, ["CartPole-v7", "Did you mean CartPole-v1?"]),
-        ({"env_id": "Nowhere/Task-v0"}, ["Nowhere/Task-v0", "not known"]),
         # Procgen's modes and levels
-        ({"env_id": "coinrun", "distribution_mode": "esay"}, ["--distribution-mode esay", "easy, hard, extreme"]),
         (
             {"env_id": "coinrun,bigfish", "distribution_mode": "memory"},
             ["coinrun, bigfish has no memory mode", "--distribution-mode memory works with", "caveflyer"],
@@ -81,7 +75,6 @@ def check_rejected(script, tmp_path, settings, *words):
         ({"num_levels": 5}, ["--num-levels", "leave them out for CartPole-v1"]),
         ({"distribution_mode": "hard"}, ["--distribution-mode", "leave them out for CartPole-v1"]),
         # numbers (their limits: tests/test_session.py), devices, spaces
-        ({"num_envs": 0}, ["--num-envs 0 cannot work: use a number above 0."]),
         ({"device": "cuda:99"}, ["--device cuda:99", "CUDA GPUs here: use --device auto or another"]),
         ({"device": "tpu"}, ["--device 'tpu'", "auto, cpu, cuda or cuda:N"]),
         ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "no encoder for Discrete(16)"]),
@@ -99,9 +92,7 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
     ("script", "settings", "words"),
     [
         (ppo, {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
-        (ppo, {"norm_adv": "batches"}, ["--norm-adv batches", "minibatch, batch, none"]),
-        (ppg, {"norm_adv": "batches"}, ["--norm-adv batches", "minibatch, batch, none"]),
-        (impala, {"optimizer": "sgd"}, ["--optimizer sgd", "rmsprop, adam"]),
+        (ppo, {"env_id": "coinrun,maze", "num_envs": 6, "num_env_groups": 2}, ["--num-envs 6", "2 groups of 2 games"]),
         (ppo, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, {"num_minibatches": 24}, ["--num-minibatches 24", "64 steps"]),
@@ -110,7 +101,6 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
         (impala, {"env_id": "coinrun,maze", "num_actors": 4}, ["--num-actors 4", "every game", "multiple of 8"]),
         (impala, {"num_minibatches": 49}, ["--num-minibatches 49", "draws 48 steps"]),
         (impala, {"num_minibatches": 4, "use_lstm": True}, ["--num-minibatches 4", "draws 3 unrolls"]),
-        (impala, {"sample_fraction": 0.0}, ["--sample-fraction 0.0 draws 0 steps"]),
         (impala, {"batch_size": 1, "num_steps": 1, "num_minibatches": 1}, ["--num-minibatches 1"]),
         (impala, {"c_bar": 2.0}, ["--c-bar 2.0", "--rho-bar 1.0"]),
         (impala, {"pg_rho_bar": 0.0}, ["--pg-rho-bar 0.0"]),
@@ -133,21 +123,6 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-class StillEnv(gym.Env):
-    """Does nothing, in the spaces given."""
-
-    def __init__(self, observation_space=None, action_space=None, render_mode=None):
-        self.observation_space = observation_space or gym.spaces.Box(-1, 1, (2,), np.float32)
-        self.action_space = action_space or gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
 @ALL
 @pytest.mark.parametrize(
     ("kind", "space", "words"),
@@ -161,12 +136,9 @@ class StillEnv(gym.Env):
         ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["no encoder for Dict"]),
     ],
 )
-def test_rejected_spaces(script, kind, space, words, tmp_path):
-    gym.register("TestStill-v0", entry_point=StillEnv, kwargs={kind: space})
-    try:
-        check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
-    finally:
-        del gym.registry["TestStill-v0"]
+def test_rejected_spaces(script, kind, space, words, tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv, kwargs={kind: space}))
+    check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
 
 
 @ALL
@@ -279,9 +251,8 @@ with one_line_errors():
         ({"env_id": "starpilot", "num_envs": 10**6}, "--num-envs 1000000 takes 1000 GB: lower it."),
         ({"num_steps": 10**20}, "the observations of a batch take 6,400,000,000,000 GB: lower --num-steps."),
         ({"feature_dim": 10**20}, "out of memory: lower --micro-batch-size, --num-envs, "),
-        ({"num_steps": 10**11}, "the observations of a batch take 6,400 GB: lower --num-steps."),
     ],
-    ids=["feature_dim", "num_envs", "digits", "digits of feature_dim", "num_steps"],
+    ids=["feature_dim", "num_envs", "num_steps", "digits of feature_dim"],
 )
 def test_what_no_memory_can_hold(script, settings, words, tmp_path):
     check_rejected(script, tmp_path, settings, words)

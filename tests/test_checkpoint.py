@@ -34,7 +34,7 @@ from common import checkpoint, load, signals
 from common.device import resolve_precision
 from common.envs import make_envs
 from common.errors import InputError, TrainingError
-from common.files import lock_folder
+from common.files import ROOT, lock_folder
 from common.resume import find_run, saved_args
 from common.run import Run, command
 from common.settings import parse
@@ -42,10 +42,11 @@ from conftest import CountEnv, SpoiltEnv
 from helpers import ALL, SCRIPTS, deterministic_files, parameters, read_csv, small_args
 from test_run import flags, read_scalars
 
-ROOT = Path(__file__).parent.parent
 AUTO = resolve_precision("auto", "cpu")
 OTHER = "fp32" if AUTO == "bf16" else "bf16"
 IMPALA_CNN = ppo.ImpalaCNN
+
+pytestmark = pytest.mark.usefixtures("small_networks")
 
 
 def make_args(script, runs_dir, **settings):
@@ -140,13 +141,7 @@ class PushEnv(CountEnv):
         return self.place, -float(np.abs(self.place).sum()), self.count == 8, False, {}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fast_runs():
-    fast.start_server()
-    gym.register("TestPush-v0", PushEnv)
-    with fast.small_networks():
-        yield
-    del gym.registry["TestPush-v0"]
+gym.register("TestPush-v0", PushEnv)
 
 
 def test_a_checkpoint_is_written_after_the_events_that_it_counts(tmp_path, monkeypatch):
@@ -349,7 +344,7 @@ def torture(script, settings, kills, undisturbed, tmp_path):
     reference, words, killed = undisturbed(script, **settings), [], 0
     while killed < kills:
         with start(script, args, printed, *words) as process:
-            process.wait_for_output()
+            process.wait_for(lambda: process.output)
             time.sleep(rng.uniform(0, 0.5))
             was_alive = process.process.is_alive()
             process.process.kill()
@@ -643,11 +638,9 @@ def test_a_run_of_another_script_is_refused(run_copy, tmp_path, monkeypatch):
     [
         ("nowhere", "no run folder that can be written is there (No such file or directory)"),
         ("file", "no run folder that can be written is there (Not a directory)"),
-        ("empty", "it has no checkpoint that can be read"),
     ],
 )
 def test_no_run_there(place, words, tmp_path, monkeypatch):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     path = tmp_path / place
     with pytest.raises(InputError, match=f"^--resume {re.escape(f'{path}: {words}')}"):
@@ -682,7 +675,7 @@ def test_ranks_that_torchrun_restarts_take_no_older_run(tmp_path, monkeypatch):
 
 def test_two_processes_cannot_share_a_run(tmp_path):
     with start(ppo, game_args(ppo, tmp_path / "new", total_timesteps=10**7), tmp_path / "printed") as process:
-        process.wait_for_output()
+        process.wait_for(lambda: process.output)
         (running,) = (tmp_path / "new").iterdir()
         with pytest.raises(InputError, match="is in use by another process"):
             resume(ppo, running)
@@ -757,9 +750,7 @@ class Bomb:
     ("content", "words"),
     [
         ("code", "is damaged, or not a file of tensors"),
-        ("text", "is damaged, or not a file of tensors"),
         ("tensor", "is no model or checkpoint of this version"),
-        ("other", "is no model or checkpoint of this version"),
         ("version", "is no model or checkpoint of this version"),
         ("model", ""),
         ("types", ""),
@@ -774,12 +765,11 @@ def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monke
         made = {
             "code": saved | {"step": Bomb()},
             "tensor": torch.zeros(3),
-            "other": {"step": 3},
             "version": saved | {"format": checkpoint.FORMAT - 1},
             "model": torch.load(path / "model.pt", weights_only=True),
             "types": saved | {"step": "many"},
         }
-        file.write_text("not a checkpoint") if content == "text" else torch.save(made[content], file)
+        torch.save(made[content], file)
     with pytest.raises(InputError, match="it has no checkpoint that can be read"):
         resume(ppo, path)
     warnings = capsys.readouterr().err
@@ -788,18 +778,6 @@ def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monke
 
 
 # --------------------------------------------------------------------------------------------------------- new weights
-
-
-@ALL
-def test_init_from_starts_a_new_run_with_old_weights(script, run_copy, tmp_path):
-    path = run_copy(script)
-    changes = {"learning_rate": 0.0, "anneal_lr": False, "num_steps": 16, "total_timesteps": 6 * 64}
-    changes |= {"aux_learning_rate": 0.0} if script is ppg else {}
-    new = script.main(game_args(script, tmp_path / "new", init_from=str(path), **changes))
-    assert same(parameters(new), parameters(path))
-    episodes = [[row for row in deterministic_files(each) if "env" in row] for each in (new, path)]
-    assert episodes[0][: len(episodes[1])] != episodes[1]
-    assert json.loads((new / "args.json").read_text())["init_from"] == str(path)
 
 
 def test_ppg_from_an_agent_without_an_auxiliary_head_starts_it_as_the_value_head(run_copy, tmp_path, capsys):

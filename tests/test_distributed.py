@@ -33,13 +33,7 @@ SMALL = {
     "impala": {"batch_size": 2, "num_actors": 0, "queue_size": 2},
 }
 ALL = pytest.mark.parametrize("script", SMALL)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast_runs():
-    fast.start_server()
-    with fast.small_networks():
-        yield
+pytestmark = pytest.mark.usefixtures("small_networks")
 
 
 def settings_of(script, runs_dir, **more):

@@ -17,11 +17,10 @@ import impala
 import ppg
 import ppo
 import readme
-from common.files import read_json
+from common.files import ROOT, read_json
 from common.load import read_model
 from common.settings import parse
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "common", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 SCRIPTS = {f"{script.__name__}.py": script for script in (ppo, ppg, impala)}

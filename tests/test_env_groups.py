@@ -6,7 +6,6 @@ import torch
 
 import ppo
 from common.envs import make_envs
-from common.errors import InputError
 from common.reward_scale import RewardNormalizer
 from helpers import PPO_AND_PPG, Silent, level_seeds
 from test_envs import read_video
@@ -106,8 +105,3 @@ def test_the_first_environment_of_the_first_group_is_filmed(tmp_path):
     envs.close()
     assert [path.name for path in envs.video.folder.iterdir()] == ["episode-0.mp4"]
     assert len(read_video(tmp_path / "videos" / "episode-0.mp4")) == 5
-
-
-def test_groups_that_cannot_hold_all_games():
-    with pytest.raises(InputError, match="--num-envs 6 cannot be shared by 2 groups of 2 games: use a multiple of 4"):
-        make_envs("coinrun,maze", 6, seed=0, num_groups=2)

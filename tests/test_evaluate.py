@@ -11,28 +11,19 @@ from PIL import Image
 
 import evaluate
 import impala
-import ppg
 import ppo
 from common.envs import group_seed, make_envs
 from common.errors import InputError
 from common.evaluation import EVALUATION, HeldOut
-from common.files import lock_folder
-from fast import small_networks
-from helpers import ALL, level_seeds
+from common.files import ROOT, lock_folder
+from helpers import ALL, level_seeds, small_args
 
-ROOT = Path(__file__).parent.parent
-SMALL = {"num_envs": 4, "num_steps": 2, "num_minibatches": 2, "total_timesteps": 8, "device": "cpu"}
+pytestmark = pytest.mark.usefixtures("small_networks")
 
 
 def train(script, runs_dir, env_id, **settings):
-    more = {"n_pi": 2, "e_aux": 1} if script is ppg else {"batch_size": 4} if script is impala else {}
-    return script.main(script.Args(**SMALL | more | {"env_id": env_id, "runs_dir": str(runs_dir)} | settings))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast_runs():
-    with small_networks():
-        yield
+    sizes = {"num_steps": 2, "total_timesteps": 8, "n_pi": 2}
+    return script.main(small_args(script, runs_dir, sizes, env_id=env_id, **settings))
 
 
 @pytest.fixture(scope="module")

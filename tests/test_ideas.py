@@ -20,18 +20,12 @@ from ranks import Ranks
 from test_checkpoint import check_same_run, same
 from test_distributed import words_of
 
-
-class Idea(NamedTuple):
-    script: str
-    env_id: str = "bossfight"
-
-
-IDEAS = {
-    "averaged_policy": Idea("ppg"),
-    "augmentation": Idea("ppo"),
-    "reward_head": Idea("ppo"),
-    "normalized_network": Idea("impala"),
-    "own_environment": Idea("impala", env_id="Catch-v0"),
+IDEAS = {  # the script that each changes
+    "averaged_policy": "ppg",
+    "augmentation": "ppo",
+    "reward_head": "ppo",
+    "normalized_network": "impala",
+    "own_environment": "impala",
 }
 ALL = pytest.mark.parametrize("name", IDEAS)
 # 5 iterations of 4 environments x 8 steps; of PPG in phases of 3
@@ -51,8 +45,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _server():
-    fast.start_server()
+def _registry():
     yield
     gym.registry.pop("Catch-v0", None)
 
@@ -60,7 +53,6 @@ def _server():
 class Copy(NamedTuple):
     """A script that has been copied and changed, and its run that nothing has disturbed."""
 
-    name: str
     script: Path
     settings: dict
     run_dir: Path
@@ -77,11 +69,11 @@ def trained(tmp_path_factory):
 
     def make(name: str) -> Copy:
         if name not in made:
-            script, env_id = IDEAS[name]
+            script, env_id = IDEAS[name], "Catch-v0" if name == "own_environment" else "bossfight"
             folder = tmp_path_factory.mktemp(name)
             path = folder / f"{name}.py"
             path.write_text(ideas.changed(ideas.changed(read(script), name), "fewer_pixels"))
-            copy = Copy(name, path, SMALL | OF_SCRIPT[script] | {"env_id": env_id}, None, None)
+            copy = Copy(path, SMALL | OF_SCRIPT[script] | {"env_id": env_id}, None, None)
             process = run(folder, copy, copy.words(folder / "runs"))
             (run_dir,) = (folder / "runs").iterdir()
             made[name] = copy._replace(run_dir=run_dir, process=process)
@@ -111,7 +103,7 @@ def killed(tmp_path: Path, copy: Copy) -> Path:
 
 @ALL
 def test_lines_that_an_idea_changes(name):
-    script = read(IDEAS[name].script)
+    script = read(IDEAS[name])
     sources = script, ideas.changed(script, name)
     _, _, *marked = difflib.unified_diff(*(source.splitlines() for source in sources), n=0, lineterm="")
     assert sum(line[0] in "+-" for line in marked) <= 30
@@ -120,7 +112,7 @@ def test_lines_that_an_idea_changes(name):
 @ALL
 def test_it_trains(name, trained):
     copy = trained(name)
-    title = f"{name} (APPO)" if IDEAS[name].script == "impala" else name
+    title = f"{name} (APPO)" if IDEAS[name] == "impala" else name
     assert copy.process.output.startswith(f"{title} on {copy.settings['env_id']}")
     assert f"done: {copy.settings['total_timesteps']} steps" in copy.process.output
     assert newest_checkpoint(copy.run_dir)["step"] == copy.settings["total_timesteps"]
@@ -145,10 +137,10 @@ def test_a_killed_run_is_the_same_run(name, trained, tmp_path):
 
 @ALL
 def test_it_is_evaluated(name, trained):
-    run_dir = trained(name).run_dir
+    _, settings, run_dir, _ = trained(name)
     model = (run_dir / "model.pt").read_bytes()
     figures = evaluate.main(evaluate.Args(run_dir, episodes=2, num_envs=2, device="cpu"))
-    assert math.isfinite(figures[f"{IDEAS[name].env_id} mean"])
+    assert math.isfinite(figures[f"{settings['env_id']} mean"])
     assert (run_dir / "model.pt").read_bytes() == model
 
 

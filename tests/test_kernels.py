@@ -407,8 +407,7 @@ def test_a_compiler_that_hangs_is_given_up(output, rebuilt, tmp_path, monkeypatc
     assert "note: convolution and max-pooling run PyTorch's slower kernels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("compiler", ["", " "], ids=["empty", "blank"])
-def test_an_empty_name_of_a_compiler_is_none(compiler, rebuilt, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", compiler)
+def test_an_empty_name_of_a_compiler_is_none(rebuilt, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", " ")
     assert kernels.build() is not None
     assert not capsys.readouterr().err

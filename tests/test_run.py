@@ -28,7 +28,7 @@ import ppg
 import ppo
 from common.device import resolve_precision
 from common.errors import InputError
-from common.files import make_run_dir
+from common.files import ROOT, make_run_dir
 from common.load import load_agent
 from common.provenance import command
 from common.run import Run
@@ -36,7 +36,6 @@ from common.settings import parse
 from common.world import World
 from helpers import ALL, SCRIPTS, read_csv, small_args
 
-ROOT = Path(__file__).parent.parent
 NUM_ENVS, NUM_STEPS = 4, 64
 
 CLEANRL_TAGS = [
