@@ -282,6 +282,17 @@ def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, E
     return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
 
 
+def train_and_test(
+    protocol: Protocol, curve: curves.Curve, evaluations: Evaluations, mark: int
+) -> tuple[float, float, float] | None:
+    """Scores on training and on held-out levels at a mark, the latter's standard error; None where one is missing."""
+    window = protocol.window(mark)
+    held_out = evaluations.at(mark - window / 2)
+    if curve.steps[-1] < mark or held_out is None:
+        return None
+    return curves.score(curve, mark, window), *held_out
+
+
 def gap_table(protocol: Protocol) -> list[str]:
     """Training levels against held-out ones, where runs were evaluated."""
     columns = ["run", "mark", "training levels", "held-out levels", "gap", "95 % interval"]
@@ -293,11 +304,11 @@ def gap_table(protocol: Protocol) -> list[str]:
         for game, runs in sorted(games.items()):
             evaluations = evaluations_of(protocol, algorithm, game)
             for mark, steps in MARKS.items():
-                window, scores = protocol.window(steps), []  # on training and on held-out levels, the latter's error
-                for seed, evaluated in evaluations.items():
-                    held_out = evaluated.at(steps - window / 2)
-                    if held_out and runs[seed].steps[-1] >= steps:
-                        scores.append((curves.score(runs[seed], steps, window), *held_out))
+                scores = [
+                    found
+                    for seed, evaluated in evaluations.items()
+                    if (found := train_and_test(protocol, runs[seed], evaluated, steps))
+                ]
                 if not scores:
                     continue
                 gaps = [trained - held_out for trained, held_out, _ in scores]

@@ -18,9 +18,9 @@ from unittest import mock
 import impala
 import ppg
 import ppo
+from common.files import ROOT
 from conftest import Glance
 
-ROOT = Path(__file__).parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 
 if "PRELOAD" in os.environ:  # in the server that the processes are forked from

@@ -77,7 +77,8 @@ def level_seeds(envs):
 
 
 def wait_until(condition, seconds=120):
+    """Ask ten times a second whether `condition` holds: it may start a process each time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.1)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import gymnasium as gym
@@ -20,13 +19,13 @@ import impala
 import ppg
 import ppo
 from common.errors import InputError, TrainingError
+from common.files import ROOT
 from common.procgen_env import PROCGEN_GAMES
 from common.settings import parse
 from conftest import StillEnv
 from helpers import ALL, small_args
 from test_run import flags
 
-ROOT = Path(__file__).parent.parent
 ALL_GAMES = ", ".join(PROCGEN_GAMES)
 
 

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -11,12 +10,11 @@ from gymnasium.vector.utils import batch_space
 
 from common.envs import make_envs
 from common.errors import InputError
+from common.files import ROOT
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.reward_scale import RewardNormalizer
 from conftest import StillEnv
 from helpers import level_seeds
-
-ROOT = Path(__file__).parent.parent
 
 
 def procgen_envs(env_id, num_envs, seed=0, **settings):
