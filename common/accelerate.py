@@ -1,9 +1,10 @@
-"""CPU kernels for convolutional encoders that are written in plain PyTorch, and torch.compile and CUDA graphs.
+"""Kernels for convolutional encoders that are written in plain PyTorch, torch.compile, and CUDA graphs.
 The kernels of `common/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
 residual blocks. Each call looks for hooks and other settings, with which modules run as they are written."""
 
 import copy
 import sys
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from weakref import WeakMethod
@@ -12,28 +13,30 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from common.errors import TrainingError
-from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, suits
+from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, gpu, suits
 
 # PyTorch's modules that the kernels know, with the settings that they must have
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
 POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
 SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
+RECORDING = threading.Lock()  # held while a graph is recorded, and while an actor draws random numbers
 
 
 def accelerate(agent: nn.Module, mode: str) -> None:
-    """Make an agent faster, in place; call this once, before any threads. "eager": the encoders run on a CPU by our
-    kernels, and a note on stderr names convolutions that have none. "compile": torch.compile compiles the encoders;
-    where it cannot, PyTorch says so and runs them as they are. On a GPU, "compile" and "cudagraphs" record acting,
-    which is hundreds of short kernels a step, and play it back (`Recorded`)."""
+    """Make an agent faster, in place; call this once, before any threads. "eager": on a CPU the encoders run by our
+    kernels, and a note on stderr names convolutions that have none. "cudagraphs": on a GPU they do, in bfloat16, and
+    acting (`Recorded`) and the encoders' two passes (`RecordedEncode`), which are hundreds of short kernels, are
+    recorded and played back. "compile": torch.compile compiles the encoders; where it cannot, PyTorch says so and runs
+    them as they are. On a GPU acting is recorded, too."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
-    if mode != "eager":
+    devices = {parameter.device.type for parameter in agent.parameters()}
+    device, kernels = ("cpu", build) if mode == "eager" else ("cuda", gpu)
+    if mode == "compile":
         compile_encoders(agent, mode)
-        for name in ("get_action_and_value", "step"):  # by which agents act
-            if hasattr(agent, name) and next(agent.parameters()).is_cuda:
-                setattr(agent, name, Recorded(getattr(agent, name), mode))
-    elif missed and all(parameter.is_cpu for parameter in agent.parameters()) and build() is not None:
+    elif missed and devices == {device} and kernels() is not None:
         for module in list(agent.modules()):
             kind, names = type(module), block_convolutions(module)
             convs, forward = [module.get_submodule(name) for name in names], block_forward
@@ -45,6 +48,12 @@ def accelerate(agent: nn.Module, mode: str) -> None:
             missed = {conv: name for conv, name in missed.items() if conv not in convs}
         if missed:
             print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
+    if mode != "eager" and devices == {"cuda"}:
+        for name in ("get_action_and_value", "step"):  # by which agents act
+            if hasattr(agent, name):
+                setattr(agent, name, Recorded(getattr(agent, name), mode))
+        if hasattr(agent, "encode") and mode == "cudagraphs":
+            agent.encode = RecordedEncode(agent.encode)
 
 
 def compile_encoders(agent: nn.Module, mode: str) -> None:
@@ -74,23 +83,18 @@ class Recorded:
             self.record(method, *inputs)
         if [x.shape for x in inputs] != [x.shape for x in self.inputs]:
             return method(*inputs)
-        for own, x in zip(self.inputs, inputs, strict=True):
-            own.copy_(x)
-        self.graph.replay()
-        return tuple(x.clone() for x in self.outputs)
+        with RECORDING:  # which must not meet random numbers
+            for own, x in zip(self.inputs, inputs, strict=True):
+                own.copy_(x)
+            self.graph.replay()
+            return tuple(x.clone() for x in self.outputs)
 
     def record(self, method: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
         agent, stream, graph = method.__self__, torch.cuda.Stream(), torch.cuda.CUDAGraph()
         compile_encoders(agent, self.mode)
-        self.inputs, buffers = [x.clone() for x in inputs], [(x, x.clone()) for x in agent.buffers()]
-        stream.wait_stream(torch.cuda.current_stream())
+        self.inputs = [x.clone() for x in inputs]
         with torch.random.fork_rng([inputs[0].device]):  # a resumed run, too, begins with a recording
-            with torch.cuda.stream(stream):
-                for _ in range(3):  # kernels are compiled, chosen and loaded first
-                    method(*self.inputs)
-                for x, before in buffers:  # of batch normalisation, say
-                    x.copy_(before)
-            torch.cuda.current_stream().wait_stream(stream)
+            rehearse(lambda: method(*self.inputs), agent, stream)
             try:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     self.outputs = method(*self.inputs)
@@ -101,6 +105,85 @@ class Recorded:
 
     def __deepcopy__(self, memo: dict) -> "Recorded":
         return type(self)(copy.deepcopy(self.method(), memo), self.mode)
+
+
+class RecordedEncode:
+    """`agent.encode` on a GPU. For each encoder and shape of observations, up to three, the first call with gradients
+    is recorded as two CUDA graphs, the forward and the backward pass; later ones play them back, with parameters as
+    they are then (changed in place). A call whose predecessor has not been through its backward pass runs as it is."""
+
+    def __init__(self, method: Callable[[nn.Module, Tensor], Tensor]):
+        self.method, self.recordings = WeakMethod(method), {}
+
+    def __call__(self, encoder: nn.Module, obs: Tensor) -> Tensor:
+        method, key = self.method(), (encoder, obs.shape)
+        known = key in self.recordings or len(self.recordings) < 3
+        if not torch.is_grad_enabled() or not encoder.training or obs.requires_grad or not known:
+            return method(encoder, obs)
+        if key not in self.recordings:
+            self.recordings[key] = Recording(method, encoder, obs)
+        recording = self.recordings[key]
+        return method(encoder, obs) if recording.pending else Playback.apply(recording, obs, *recording.parameters)
+
+    def __deepcopy__(self, memo: dict) -> "RecordedEncode":
+        return type(self)(copy.deepcopy(self.method(), memo))
+
+
+class Recording:
+    """The forward and the backward pass of an encoder at one shape of observations."""
+
+    def __init__(self, method: Callable[[nn.Module, Tensor], Tensor], encoder: nn.Module, obs: Tensor):
+        self.parameters, self.pending = [each for each in encoder.parameters() if each.requires_grad], False
+        self.obs, stream = obs.clone(), torch.cuda.Stream()
+        self.there, self.back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        options = {"stream": stream, "capture_error_mode": "thread_local"}
+        with RECORDING, torch.random.fork_rng([obs.device]):
+            rehearse(lambda: self.backward(method(encoder, self.obs)), encoder, stream)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.there, **options):
+                features = method(encoder, self.obs)
+            with torch.cuda.graph(self.back, pool=self.there.pool(), **options):
+                self.gradients = self.backward(features)
+        self.features = features.detach()
+
+    def backward(self, features: Tensor) -> Tensor:
+        """The gradients of all parameters, in one vector, from `gradient`, that of the features."""
+        if not hasattr(self, "gradient"):
+            self.gradient = torch.ones_like(features)
+        return torch.cat([each.flatten() for each in torch.autograd.grad(features, self.parameters, self.gradient)])
+
+
+class Playback(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, recording: Recording, obs: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.recording, recording.pending = recording, True
+        recording.obs.copy_(obs)
+        recording.there.replay()
+        return recording.features.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        recording = ctx.recording
+        recording.gradient.copy_(gradient)
+        recording.back.replay()
+        recording.pending = False
+        gradients = recording.gradients.clone().split([each.numel() for each in recording.parameters])
+        shaped = [each.view_as(parameter) for each, parameter in zip(gradients, recording.parameters, strict=True)]
+        return None, None, *shaped
+
+
+def rehearse(call: Callable[[], object], module: nn.Module, stream: torch.cuda.Stream) -> None:
+    """Call three times before a recording, so that kernels are compiled, chosen and loaded. The module's buffers, of
+    batch normalisation, say, stay as they were."""
+    buffers = [(x, x.clone()) for x in module.buffers()]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        for x, before in buffers:
+            x.copy_(before)
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor:
@@ -159,6 +242,6 @@ def known(module: nn.Module) -> bool:
         return False
     if any(own.get(name) != value for name, value in SETTINGS[kind].items()):
         return False
-    shapes = [x.shape for x in own["_parameters"].values() if x is not None and x.dtype == torch.float32 and x.is_cpu]
+    shapes = [x.shape for x in own["_parameters"].values() if x is not None and x.dtype == torch.float32]
     size = own.get("out_channels", 0)
     return kind is not nn.Conv2d or (shapes == [(size, module.in_channels, 3, 3), (size,)] and size % 16 == 0)

@@ -1,6 +1,7 @@
-"""CPU kernels for the convolutions, max-pooling and residual blocks of the IMPALA encoder.
-PyTorch's leave much of the processor idle in convolutions of 3, 16 and 32 channels, and each ReLU, residual sum or
-max-pooling passes through all of the memory once more. `benchmarks/NOTES.md` has what ours gain."""
+"""Kernels for the convolutions, max-pooling and residual blocks of the IMPALA encoder: for a CPU in C++, for a GPU in
+Triton (`common/gpu_kernels.py`). PyTorch's leave much of the processor idle in convolutions of 3, 16 and 32 channels,
+and each ReLU, residual sum or max-pooling passes through all of the memory once more. `benchmarks/NOTES.md` has what
+ours gain."""
 
 import ctypes
 import functools
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -36,23 +38,47 @@ def build() -> ctypes.CDLL | None:
         return None
 
 
+@functools.cache
+def gpu() -> ModuleType | None:
+    """The kernels for the current GPU; None, and a note on stderr, where Triton is missing or cannot compile them."""
+    try:
+        from common import gpu_kernels
+
+        x = torch.zeros(1, 16, 2, 2, device="cuda")
+        gpu_kernels.max_pool(x, x.new_empty(1, 16, 1, 1), None)
+    except Exception as error:  # of Triton's own kinds, or as it finds no C compiler
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)
+        return None
+    return gpu_kernels
+
+
 def suits(x: Tensor) -> bool:
-    """Whether kernels may take the place of PyTorch's modules for frames `x`: float32 or bfloat16, as autocast has it,
-    [B, C, H, W] in channels-last layout, in code that is not compiled or traced, and without hooks for all modules."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not x.is_cpu:
+    """Whether kernels may take the place of PyTorch's modules for frames `x`: bfloat16, as autocast has it, or on a CPU
+    float32, [B, C, H, W] in channels-last layout, in code that is not compiled or traced, and without hooks for all
+    modules."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-    known = dtype in (torch.float32, torch.bfloat16) and not torch.nn.modules.module._has_any_global_hook()
-    return known and x.dtype == dtype and x.is_contiguous(memory_format=torch.channels_last) and build() is not None
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+    known = dtype == torch.bfloat16 or (dtype == torch.float32 and x.is_cpu)
+    known = known and x.dtype == dtype and not torch.nn.modules.module._has_any_global_hook()
+    there = known and x.is_contiguous(memory_format=torch.channels_last)
+    return there and (build() if x.is_cpu else gpu()) is not None
 
 
 def convolves(x: Tensor, weight: Tensor) -> bool:
     """Whether there is a kernel for this convolution, with 16 or 32 channels before and after: of float32 frames with
     sides that are multiples of 4 pixels, on a processor with AVX2 but without AVX-512; of bfloat16 frames that are a
-    multiple of 16 pixels wide (8 for 32 channels), on one with AVX-512 BF16 but without AMX."""
+    multiple of 16 pixels wide (8 for 32 channels), on one with AVX-512 BF16 but without AMX. On a GPU of all bfloat16
+    frames, and of up to 3 channels before, if these need no gradient."""
     channels = set(weight.shape[:2])
+    if x.is_cuda and weight.shape[1] <= 3 and not x.requires_grad:
+        channels = {len(weight)}
     if not suits(x) or x.shape[1] != weight.shape[1] or not channels <= {16, 32}:
         return False
+    if x.is_cuda:
+        return True
     if x.dtype == torch.float32:  # it has not been timed with AVX-512
         return cpu_has("avx2") and not cpu_has("avx512_f") and x.shape[2] % 4 == x.shape[3] % 4 == 0
     if cpu_has("amx_bf16"):  # with it, oneDNN is three times as fast
@@ -63,7 +89,7 @@ def convolves(x: Tensor, weight: Tensor) -> bool:
 def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)` by such kernels as there are, for float32 weights
     [K, C, 3, 3] with K a multiple of 16: [B, C, H, W] -> [B, K, ceil(H / 2), ceil(W / 2)], summed in float32."""
-    if suits(x) and x.shape[1] == weight.shape[1] == 3 and not x.requires_grad:
+    if x.is_cpu and suits(x) and x.shape[1] == weight.shape[1] == 3 and not x.requires_grad:
         return MaxPoolFunction.apply(torch.is_grad_enabled(), x, weight, bias)
     y = ConvFunction.apply(x, weight, bias) if convolves(x, weight) else F.conv2d(x, weight, bias, padding=1)
     return MaxPoolFunction.apply(torch.is_grad_enabled(), y) if suits(y) else F.max_pool2d(y, 3, 2, 1)
@@ -77,10 +103,11 @@ class ConvFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        return convolve(dy, weight), *convolve_backward(x, dy)
+        dx = convolve(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, *convolve_backward(x, dy)
 
 
 class ResidualBlockFunction(torch.autograd.Function):
@@ -115,7 +142,10 @@ class MaxPoolFunction(torch.autograd.Function):
             filters = [torch.cat([weight.permute(2, 3, 1, 0).reshape(27, channels), bias[None]]).to(x.dtype).float()]
         y = new_frames(x, channels, (height + 1) // 2, (width + 1) // 2)
         taps = torch.empty_like(y, dtype=torch.uint8) if need_grad else None  # where windows have their largest value
-        call(f"{kernel}_{x.dtype}", x, *filters, y, taps, batch, height, width, channels)
+        if x.is_cuda:
+            gpu().max_pool(x, y, taps)
+        else:
+            call(f"{kernel}_{x.dtype}", x, *filters, y, taps, batch, height, width, channels)
         ctx.shape = x.shape
         ctx.save_for_backward(taps, *([x] if filters else []))
         return y
@@ -127,7 +157,10 @@ class MaxPoolFunction(torch.autograd.Function):
         dy = dy.contiguous(memory_format=torch.channels_last)
         if not convolved:
             dx = new_frames(dy, channels, height, width)
-            call(f"pool_backward_{dy.dtype}", dy, taps, dx, batch, height, width, channels)
+            if dy.is_cuda:
+                gpu().max_pool_backward(dy, taps, dx)
+            else:
+                call(f"pool_backward_{dy.dtype}", dy, taps, dx, batch, height, width, channels)
             return None, dx
         channels = dy.shape[1]
         sums = dy.new_zeros(torch.get_num_threads(), 28, channels, dtype=torch.float32)
@@ -146,6 +179,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate=None
     Without a bias, turn the gradient of a convolution's output into that of its input."""
     (batch, channels, height, width), transposed = x.shape, bias is None
     y = new_frames(x, weight.shape[1] if transposed else len(weight), height, width)
+    if x.is_cuda:
+        gpu().convolve(x, weight, bias, gate, residual, y, relu)
+        return y
     given = x, weight.contiguous(), None if transposed else bias.contiguous(), gate, residual, y, relu, transposed
     call(f"conv_forward_{channels}_{y.shape[1]}_{y.dtype}", *given, batch, height, width)
     return y
@@ -153,6 +189,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate=None
 
 def convolve_backward(x: Tensor, dy: Tensor, *, relu: bool = False) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias, float32, of a convolution of `x`, or relu(x)."""
+    if x.is_cuda:
+        return gpu().convolve_backward(x, dy, relu)
     (batch, channels, height, width), out_channels, threads = x.shape, dy.shape[1], torch.get_num_threads()
     sums = x.new_empty(threads, 3, 3, channels, out_channels, dtype=torch.float32)
     bias = x.new_empty(threads, out_channels, dtype=torch.float32)

@@ -42,7 +42,7 @@ class Session:
         self.script, self.world = os.path.relpath(script, ROOT), init_world(args.device)
         precision, accelerate = resolve_precision(args.precision, args.device), args.accelerate
         if accelerate == "auto":
-            accelerate = "eager" if resolve_device(args.device).type == "cpu" else "compile"
+            accelerate = "eager" if resolve_device(args.device).type == "cpu" else "cudagraphs"
         self.args = args = self.world.share_settings(replace(args, precision=precision, accelerate=accelerate))
         self.resumed = find_run(args, self.script, self.world)
         self.seed = group_seed(args.seed, RANK_SEEDS + self.world.rank) if self.world.rank else args.seed
