@@ -116,25 +116,26 @@ class RecordedEncode:
         self.method, self.recordings = WeakMethod(method), {}
 
     def __call__(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        method, key = self.method(), (encoder, obs.shape)
-        known = key in self.recordings or len(self.recordings) < 3
-        if not torch.is_grad_enabled() or not encoder.training or obs.requires_grad or not known:
+        method, parameters = self.method(), [each for each in encoder.parameters() if each.requires_grad]
+        key = encoder, obs.shape, *map(id, parameters)  # some may be frozen meanwhile
+        plain = not torch.is_grad_enabled() or not encoder.training or obs.requires_grad or not parameters
+        if plain or (key not in self.recordings and len(self.recordings) == 3):
             return method(encoder, obs)
         if key not in self.recordings:
-            self.recordings[key] = Recording(method, encoder, obs)
+            self.recordings[key] = Recording(method, encoder, parameters, obs)
         recording = self.recordings[key]
-        return method(encoder, obs) if recording.pending else Playback.apply(recording, obs, *recording.parameters)
+        return method(encoder, obs) if recording.pending else Playback.apply(recording, obs, *parameters)
 
     def __deepcopy__(self, memo: dict) -> "RecordedEncode":
         return type(self)(copy.deepcopy(self.method(), memo))
 
 
 class Recording:
-    """The forward and the backward pass of an encoder at one shape of observations."""
+    """The forward and the backward pass of an encoder at one shape of observations. `pending`: forward alone was played
+    back, and what the backward pass needs is still there."""
 
-    def __init__(self, method: Callable[[nn.Module, Tensor], Tensor], encoder: nn.Module, obs: Tensor):
-        self.parameters, self.pending = [each for each in encoder.parameters() if each.requires_grad], False
-        self.obs, stream = obs.clone(), torch.cuda.Stream()
+    def __init__(self, method: Callable[..., Tensor], encoder: nn.Module, parameters: list[nn.Parameter], obs: Tensor):
+        self.parameters, self.pending, self.obs, stream = parameters, False, obs.clone(), torch.cuda.Stream()
         self.there, self.back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         options = {"stream": stream, "capture_error_mode": "thread_local"}
         with RECORDING, torch.random.fork_rng([obs.device]):
@@ -150,7 +151,8 @@ class Recording:
         """The gradients of all parameters, in one vector, from `gradient`, that of the features."""
         if not hasattr(self, "gradient"):
             self.gradient = torch.ones_like(features)
-        return torch.cat([each.flatten() for each in torch.autograd.grad(features, self.parameters, self.gradient)])
+        gradients = torch.autograd.grad(features, self.parameters, self.gradient, materialize_grads=True)
+        return torch.cat([each.flatten() for each in gradients])
 
 
 class Playback(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm
 import ppo
 from common import accelerate as module
 from common import kernels
-from common.accelerate import Recorded, accelerate
+from common.accelerate import Recorded, RecordedEncode, accelerate
 
 
 class ResidualBlock(ppo.ResidualBlock):
@@ -36,6 +36,9 @@ class Agent(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(*encoder) if len(encoder) > 1 else encoder[0]
         self.head = nn.Linear(1, 1)
+
+    def encode(self, encoder, obs):
+        return encoder(obs)
 
 
 def made(make, *arguments, mode="eager"):
@@ -487,6 +490,35 @@ def test_a_recorded_method_belongs_to_its_agent():
     del twin
     gc.enable()
     assert gone() is None
+
+
+def test_which_passes_of_an_encoder_are_recorded(monkeypatch):
+    """Those with gradients for some parameters, of three shapes; those that are frozen, too, later on."""
+    recorded = []
+    fake = types.SimpleNamespace(pending=True)  # not to be played back
+    monkeypatch.setattr(module, "Recording", lambda method, *inputs: recorded.append(inputs) or fake)
+    agent, x = Agent(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(4, 3)
+    encode = RecordedEncode(agent.encode)
+    expected = agent.encoder(x)
+    with torch.no_grad():
+        assert torch.equal(encode(agent.encoder, x), expected)
+    assert torch.equal(encode(agent.encoder.eval(), x), expected)
+    assert torch.equal(encode(agent.encoder.train(), x.clone().requires_grad_()), expected)
+    agent.encoder.requires_grad_(False)
+    assert torch.equal(encode(agent.encoder, x), expected)
+    assert not recorded
+    agent.encoder[1].requires_grad_()
+    weight, bias = agent.encoder[1].parameters()
+    for _ in range(2):
+        assert torch.equal(encode(agent.encoder, x), expected)
+    ((encoder, parameters, obs),) = recorded
+    assert encoder is agent.encoder
+    assert obs is x
+    assert [id(each) for each in parameters] == [id(weight), id(bias)]
+    agent.encoder.requires_grad_()
+    for size in (4, 3, 2, 1):
+        assert torch.equal(encode(agent.encoder, x[:size]), agent.encoder(x[:size]))
+    assert [(len(parameters), len(obs)) for _, parameters, obs in recorded] == [(2, 4), (4, 4), (4, 3)]
 
 
 def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):
