@@ -6,8 +6,9 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
-from itertools import pairwise
-from weakref import WeakMethod
+from itertools import compress, pairwise
+from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 import torch.nn as nn
@@ -22,7 +23,9 @@ from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolve
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
 POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
 SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
-RECORDING = threading.Lock()  # held while a graph is recorded, and while an actor draws random numbers
+# Held while a graph is recorded, and while acting is played back: a recording must meet no random numbers, which actors
+# draw then, or right afterwards, when another thread's rehearsal has only begun
+RECORDING = threading.Lock()
 
 
 def accelerate(agent: nn.Module, mode: str) -> None:
@@ -83,82 +86,92 @@ class Recorded:
             self.record(method, *inputs)
         if [x.shape for x in inputs] != [x.shape for x in self.inputs]:
             return method(*inputs)
-        with RECORDING:  # which must not meet random numbers
+        with RECORDING:
             for own, x in zip(self.inputs, inputs, strict=True):
                 own.copy_(x)
             self.graph.replay()
             return tuple(x.clone() for x in self.outputs)
 
     def record(self, method: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
-        agent, stream, graph = method.__self__, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        agent, stream = method.__self__, torch.cuda.Stream()
         compile_encoders(agent, self.mode)
         self.inputs = [x.clone() for x in inputs]
-        with torch.random.fork_rng([inputs[0].device]):  # a resumed run, too, begins with a recording
+        with RECORDING, torch.random.fork_rng([inputs[0].device]):  # a resumed run, too, begins with a recording
             rehearse(lambda: method(*self.inputs), agent, stream)
-            try:
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    self.outputs = method(*self.inputs)
-            except RuntimeError as error:
-                reason = f"acting cannot be recorded as a CUDA graph ({str(error).splitlines()[0]})"
-                raise TrainingError(f"{reason}: use --accelerate eager.") from error
-        self.graph = graph
+            self.graph, self.outputs = record(lambda: method(*self.inputs), stream)
 
     def __deepcopy__(self, memo: dict) -> "Recorded":
         return type(self)(copy.deepcopy(self.method(), memo), self.mode)
 
 
 class RecordedEncode:
-    """`agent.encode` on a GPU. For each encoder and shape of observations, up to three, the first call with gradients
-    is recorded as two CUDA graphs, the forward and the backward pass; later ones play them back, with parameters as
-    they are then (changed in place). A call whose predecessor has not been through its backward pass runs as it is."""
+    """`agent.encode` on a GPU. The first call with gradients for an encoder and a shape of observations is recorded as
+    two CUDA graphs, the forward and the backward pass; later ones play them back, with parameters as they are then
+    (changed in place). Calls run as they are with hooks on modules, from the fifth shape on (a recording keeps its
+    activations), and while another call's backward pass may still come."""
 
     def __init__(self, method: Callable[[nn.Module, Tensor], Tensor]):
         self.method, self.recordings = WeakMethod(method), {}
 
     def __call__(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        method, parameters = self.method(), [each for each in encoder.parameters() if each.requires_grad]
-        key = encoder, obs.shape, *map(id, parameters)  # some may be frozen meanwhile
-        plain = not torch.is_grad_enabled() or not encoder.training or obs.requires_grad or not parameters
-        if plain or (key not in self.recordings and len(self.recordings) == 3):
+        method = self.method()
+        key = encoder, obs.shape, obs.dtype, *(id(x) for x in method.__self__.parameters() if x.requires_grad)
+        trains = torch.is_grad_enabled() and encoder.training and any(x.requires_grad for x in encoder.parameters())
+        plain = not trains or obs.requires_grad or any(map(has_hooks, encoder.modules()))
+        if not plain and key not in self.recordings and len(self.recordings) < 4:
+            self.recordings[key] = Recording(method, encoder, obs)
+        recording = None if plain else self.recordings.get(key)
+        if recording is None or recording.pending() is not None:
             return method(encoder, obs)
-        if key not in self.recordings:
-            self.recordings[key] = Recording(method, encoder, parameters, obs)
-        recording = self.recordings[key]
-        return method(encoder, obs) if recording.pending else Playback.apply(recording, obs, *parameters)
+        return Playback.apply(recording, obs, *recording.parameters)
 
     def __deepcopy__(self, memo: dict) -> "RecordedEncode":
         return type(self)(copy.deepcopy(self.method(), memo))
 
 
 class Recording:
-    """The forward and the backward pass of an encoder at one shape of observations. `pending`: forward alone was played
-    back, and what the backward pass needs is still there."""
+    """The forward and the backward pass of `agent.encode` for one encoder and shape of observations. `pending()` is the
+    context of the last playback, if its backward pass has not come but may."""
 
-    def __init__(self, method: Callable[..., Tensor], encoder: nn.Module, parameters: list[nn.Parameter], obs: Tensor):
-        self.parameters, self.pending, self.obs, stream = parameters, False, obs.clone(), torch.cuda.Stream()
-        self.there, self.back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        options = {"stream": stream, "capture_error_mode": "thread_local"}
+    def __init__(self, method: Callable[[nn.Module, Tensor], Tensor], encoder: nn.Module, obs: Tensor):
+        stream, (encode, parameters, aliases) = torch.cuda.Stream(), with_aliases(method, encoder)
+        self.obs, self.gradient, self.pending = obs.clone(), None, lambda: None
         with RECORDING, torch.random.fork_rng([obs.device]):
-            rehearse(lambda: self.backward(method(encoder, self.obs)), encoder, stream)
+            found = rehearse(lambda: self.backward(encode(self.obs), aliases), method.__self__, stream)
+            used = [x is not None for x in found]
+            self.parameters, aliases = list(compress(parameters, used)), list(compress(aliases, used))
             torch.cuda.synchronize()
-            with torch.cuda.graph(self.there, **options):
-                features = method(encoder, self.obs)
-            with torch.cuda.graph(self.back, pool=self.there.pool(), **options):
-                self.gradients = self.backward(features)
+            self.there, features = record(lambda: encode(self.obs), stream)
+            self.back, self.gradients = record(
+                lambda: torch.cat([x.flatten() for x in self.backward(features, aliases)]), stream, self.there.pool()
+            )
         self.features = features.detach()
 
-    def backward(self, features: Tensor) -> Tensor:
-        """The gradients of all parameters, in one vector, from `gradient`, that of the features."""
-        if not hasattr(self, "gradient"):
+    def backward(self, features: Tensor, parameters: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradients of parameters from `gradient`, that of the features."""
+        if self.gradient is None:
             self.gradient = torch.ones_like(features)
-        gradients = torch.autograd.grad(features, self.parameters, self.gradient, materialize_grads=True)
-        return torch.cat([each.flatten() for each in gradients])
+        return torch.autograd.grad(features, parameters, self.gradient, allow_unused=True)
+
+
+def with_aliases(
+    method: Callable[[nn.Module, Tensor], Tensor], encoder: nn.Module
+) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter], list[Tensor]]:
+    """`agent.encode` of observations with other tensors, on the same memory, in place of the agent's parameters that
+    have gradients; these; and the others. So a recording touches neither hooks of the parameters nor what is left of
+    earlier passes in autograd's graph, which PyTorch forbids."""
+    holder = nn.Module()
+    holder.agent, holder.forward = method.__self__, lambda obs: method(encoder, obs)
+    parameters = {name: x for name, x in holder.named_parameters() if x.requires_grad}
+    aliases = {name: x.detach().requires_grad_() for name, x in parameters.items()}
+    encode = lambda obs: torch.func.functional_call(holder, aliases, obs)  # noqa: E731
+    return encode, list(parameters.values()), list(aliases.values())
 
 
 class Playback(torch.autograd.Function):
     @staticmethod
     def forward(ctx, recording: Recording, obs: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.recording, recording.pending = recording, True
+        ctx.recording, recording.pending = recording, ref(ctx)
         recording.obs.copy_(obs)
         recording.there.replay()
         return recording.features.clone()
@@ -167,25 +180,41 @@ class Playback(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         recording = ctx.recording
+        if recording.pending() is not ctx:
+            raise TrainingError("a recorded encoder has one backward pass per forward pass: use --accelerate eager.")
+        recording.pending = lambda: None
         recording.gradient.copy_(gradient)
         recording.back.replay()
-        recording.pending = False
         gradients = recording.gradients.clone().split([each.numel() for each in recording.parameters])
         shaped = [each.view_as(parameter) for each, parameter in zip(gradients, recording.parameters, strict=True)]
         return None, None, *shaped
 
 
-def rehearse(call: Callable[[], object], module: nn.Module, stream: torch.cuda.Stream) -> None:
-    """Call three times before a recording, so that kernels are compiled, chosen and loaded. The module's buffers, of
-    batch normalisation, say, stay as they were."""
+def rehearse(call: Callable[[], Any], module: nn.Module, stream: torch.cuda.Stream) -> Any:
+    """Call three times before a recording, so that kernels are compiled, chosen and loaded; return the last result. The
+    module's buffers, of batch normalisation, say, stay as they were."""
     buffers = [(x, x.clone()) for x in module.buffers()]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            call()
+            result = call()
         for x, before in buffers:
             x.copy_(before)
     torch.cuda.current_stream().wait_stream(stream)
+    return result
+
+
+def record(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record a call after its rehearsal; return the graph, and the call's results, which each playback overwrites."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            return graph, call()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = f"the agent cannot be recorded as a CUDA graph ({str(error).splitlines()[0]})"
+        raise TrainingError(f"{reason}: use --accelerate eager.") from error
 
 
 def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor:
@@ -237,10 +266,15 @@ def is_pair(first: nn.Module, second: nn.Module) -> bool:
     return is_conv(first) and type(second) is nn.MaxPool2d and known(second)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    own = vars(module)
+    return any(own[name] for name in own if name.endswith("_hooks"))
+
+
 def known(module: nn.Module) -> bool:
     """Whether a module is PyTorch's own and computes what the kernels do: no hooks, other weights or settings."""
     kind, own = type(module), vars(module)
-    if "forward" in own or any(own[name] for name in own if name.endswith("_hooks")):
+    if "forward" in own or has_hooks(module):
         return False
     if any(own.get(name) != value for name, value in SETTINGS[kind].items()):
         return False

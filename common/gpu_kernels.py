@@ -1,6 +1,6 @@
 """The kernels of `common/kernels.py` for a GPU, in Triton: with 3 to 32 channels, cuDNN's leave most of it idle.
-Frames are [B, C, H, W] in channels-last layout, of n = B H W pixels. Products of matrices are added up in float32, and
-always in the same order: results repeat bit for bit."""
+Frames are [B, C, H, W] in channels-last layout, of n = B H W pixels (n numbers where they are pooled). Products of
+matrices are added up in float32, and always in the same order: results repeat bit for bit."""
 
 import torch
 import triton

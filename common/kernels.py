@@ -44,8 +44,8 @@ def gpu() -> ModuleType | None:
     try:
         from common import gpu_kernels
 
-        x = torch.zeros(1, 16, 2, 2, device="cuda")
-        gpu_kernels.max_pool(x, x.new_empty(1, 16, 1, 1), None)
+        x = torch.zeros(1, 16, 2, 2, device="cuda", dtype=torch.bfloat16)
+        gpu_kernels.convolve_backward(x, x, relu=True)
     except Exception as error:  # of Triton's own kinds, or as it finds no C compiler
         reason = (str(error) or type(error).__name__).splitlines()[0]
         print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)

@@ -17,7 +17,8 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm
 import ppo
 from common import accelerate as module
 from common import kernels
-from common.accelerate import Recorded, RecordedEncode, accelerate
+from common.accelerate import Playback, Recorded, RecordedEncode, accelerate, with_aliases
+from common.errors import TrainingError
 
 
 class ResidualBlock(ppo.ResidualBlock):
@@ -493,32 +494,81 @@ def test_a_recorded_method_belongs_to_its_agent():
 
 
 def test_which_passes_of_an_encoder_are_recorded(monkeypatch):
-    """Those with gradients for some parameters, of three shapes; those that are frozen, too, later on."""
+    """Those with gradients and without hooks, of four shapes; those that are frozen, too, later on."""
     recorded = []
-    fake = types.SimpleNamespace(pending=True)  # not to be played back
-    monkeypatch.setattr(module, "Recording", lambda method, *inputs: recorded.append(inputs) or fake)
-    agent, x = Agent(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(4, 3)
+    busy = types.SimpleNamespace(pending=lambda: "a backward pass")  # not to be played back
+    monkeypatch.setattr(module, "Recording", lambda method, *inputs: recorded.append(inputs) or busy)
+    agent, x = Agent(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(5, 3)
     encode = RecordedEncode(agent.encode)
-    expected = agent.encoder(x)
+
+    def records(obs=x):
+        before = len(recorded)
+        assert torch.equal(encode(agent.encoder, obs), agent.encoder(obs))
+        return len(recorded) > before
+
     with torch.no_grad():
-        assert torch.equal(encode(agent.encoder, x), expected)
-    assert torch.equal(encode(agent.encoder.eval(), x), expected)
-    assert torch.equal(encode(agent.encoder.train(), x.clone().requires_grad_()), expected)
+        assert not records()
+    agent.encoder.eval()
+    assert not records()
+    agent.encoder.train()
+    assert not records(x.clone().requires_grad_())
+    hook = agent.encoder[0].register_forward_hook(lambda *arguments: None)
+    assert not records()
+    hook.remove()
     agent.encoder.requires_grad_(False)
-    assert torch.equal(encode(agent.encoder, x), expected)
-    assert not recorded
+    assert not records()
     agent.encoder[1].requires_grad_()
-    weight, bias = agent.encoder[1].parameters()
-    for _ in range(2):
-        assert torch.equal(encode(agent.encoder, x), expected)
-    ((encoder, parameters, obs),) = recorded
-    assert encoder is agent.encoder
-    assert obs is x
-    assert [id(each) for each in parameters] == [id(weight), id(bias)]
+    assert [records(), records()] == [True, False]
     agent.encoder.requires_grad_()
-    for size in (4, 3, 2, 1):
-        assert torch.equal(encode(agent.encoder, x[:size]), agent.encoder(x[:size]))
-    assert [(len(parameters), len(obs)) for _, parameters, obs in recorded] == [(2, 4), (4, 4), (4, 3)]
+    assert [records(x[:size]) for size in (5, 5, 4, 3, 2, 1)] == [True, False, True, True, False, False]
+    assert recorded[0][0] is agent.encoder
+    assert recorded[0][1] is x
+
+
+def test_aliases_have_the_gradients_of_parameters_and_none_of_their_hooks():
+    class OddAgent(Agent):
+        def encode(self, encoder, obs):
+            return self.head(encoder(obs).sum(-1, keepdim=True))
+
+    agent, x = OddAgent(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(5, 3)
+    agent.unused = nn.Linear(2, 2)
+    agent.encoder[0].requires_grad_(False)
+    plain = copy.deepcopy(agent)
+    agent.head.weight.register_hook(lambda gradient: pytest.fail("a hook ran"))
+    encode, parameters, aliases = with_aliases(agent.encode, agent.encoder)
+    assert list(map(id, parameters)) == [id(x) for x in agent.parameters() if x.requires_grad]
+    for _ in range(2):
+        found = torch.autograd.grad(encode(x).square().sum(), aliases, allow_unused=True)
+        expected = [x for x in plain.parameters() if x.requires_grad][:4]
+        expected = torch.autograd.grad(plain.encode(plain.encoder, x).square().sum(), expected)
+        assert all(map(torch.equal, found, expected))
+        assert found[4:] == (None, None)
+        for each in (agent, plain):
+            each.encoder[1].weight.data += 1  # in place
+
+
+def test_a_playback_has_one_backward_pass():
+    parameters, x = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))], torch.ones(2, 3)
+    recording = types.SimpleNamespace(parameters=parameters, pending=lambda: None)
+    recording.obs, recording.features, recording.gradient = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)
+    forward = types.SimpleNamespace(replay=lambda: recording.features.copy_(2 * recording.obs))
+
+    def replay():
+        recording.gradients = torch.cat([recording.gradient.flatten(), recording.gradient.sum(0)])
+
+    recording.there, recording.back = forward, types.SimpleNamespace(replay=replay)
+    features = Playback.apply(recording, x, *parameters)
+    assert torch.equal(features, 2 * x)
+    assert recording.pending() is not None
+    (3 * features).sum().backward(retain_graph=True)
+    assert recording.pending() is None
+    assert [p.grad.tolist() for p in parameters] == [[[3.0] * 3] * 2, [6.0] * 3]
+    with pytest.raises(TrainingError, match="one backward pass"):
+        features.sum().backward()
+    features = Playback.apply(recording, x, *parameters)
+    assert recording.pending() is not None
+    del features  # no backward pass comes
+    assert recording.pending() is None
 
 
 def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):

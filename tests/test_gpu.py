@@ -98,12 +98,14 @@ def test_same_seed_same_run_and_an_exact_resume(script, accelerate, tmp_path):
 
 
 @ALL
-def test_what_is_played_back_changes_nothing(script, tmp_path, monkeypatch):
-    """A float32 run with it is that without it, bit for bit, with the same random numbers."""
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_what_is_played_back_changes_nothing(script, micro_batch_size, tmp_path, monkeypatch):
+    """A float32 run with it is that without it, bit for bit, with the same random numbers, also in uneven pieces."""
     recorded, record, play = [], Recorded.record, Playback.forward
     monkeypatch.setattr(Recorded, "record", lambda self, *inputs: recorded.append("acting") or record(self, *inputs))
     monkeypatch.setattr(Playback, "forward", lambda *inputs: recorded.append("encoder") or play(*inputs))
-    runs = [make_args(script, tmp_path, precision="fp32", accelerate=mode) for mode in ("eager", "cudagraphs")]
+    settings = {"precision": "fp32", "micro_batch_size": micro_batch_size}
+    runs = [make_args(script, tmp_path, accelerate=mode, **settings) for mode in ("eager", "cudagraphs")]
     eager, played_back = (parameters(script.main(args)) for args in runs)
     assert recorded.count("acting") == 1
     assert "encoder" in recorded
