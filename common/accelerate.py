@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import compress, pairwise
 from typing import Any
 from weakref import WeakMethod, ref
@@ -38,7 +39,7 @@ def accelerate(agent: nn.Module, mode: str) -> None:
     devices = {parameter.device.type for parameter in agent.parameters()}
     device, kernels = ("cpu", build) if mode == "eager" else ("cuda", gpu)
     if mode == "compile":
-        compile_encoders(agent, mode)
+        compile_encoders(agent)
     elif missed and devices == {device} and kernels() is not None:
         for module in list(agent.modules()):
             kind, names = type(module), block_convolutions(module)
@@ -59,9 +60,9 @@ def accelerate(agent: nn.Module, mode: str) -> None:
             agent.encode = RecordedEncode(agent.encode)
 
 
-def compile_encoders(agent: nn.Module, mode: str) -> None:
-    """With `mode` "compile", compile the convolutional encoders that are not (in a copy of an agent none is)."""
-    for name, module in agent.named_children() if mode == "compile" else ():
+def compile_encoders(agent: nn.Module) -> None:
+    """Compile the convolutional encoders that are not (in a copy of an agent none is)."""
+    for name, module in agent.named_children():
         convolutional = any(isinstance(each, nn.Conv2d) for each in module.modules())
         if name.endswith("encoder") and convolutional and module._compiled_call_impl is None:
             torch._dynamo.config.suppress_errors = True
@@ -94,7 +95,8 @@ class Recorded:
 
     def record(self, method: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
         agent, stream = method.__self__, torch.cuda.Stream()
-        compile_encoders(agent, self.mode)
+        if self.mode == "compile":
+            compile_encoders(agent)
         self.inputs = [x.clone() for x in inputs]
         with RECORDING, torch.random.fork_rng([inputs[0].device]):  # a resumed run, too, begins with a recording
             rehearse(lambda: method(*self.inputs), agent, stream)
@@ -115,12 +117,13 @@ class RecordedEncode:
 
     def __call__(self, encoder: nn.Module, obs: Tensor) -> Tensor:
         method = self.method()
-        key = encoder, obs.shape, obs.dtype, *(id(x) for x in method.__self__.parameters() if x.requires_grad)
         trains = torch.is_grad_enabled() and encoder.training and any(x.requires_grad for x in encoder.parameters())
-        plain = not trains or obs.requires_grad or any(map(has_hooks, encoder.modules()))
-        if not plain and key not in self.recordings and len(self.recordings) < 4:
+        if not trains or obs.requires_grad or any(map(has_hooks, encoder.modules())):
+            return method(encoder, obs)
+        key = encoder, obs.shape, obs.dtype, *(id(x) for x in method.__self__.parameters() if x.requires_grad)
+        if key not in self.recordings and len(self.recordings) < 4:
             self.recordings[key] = Recording(method, encoder, obs)
-        recording = None if plain else self.recordings.get(key)
+        recording = self.recordings.get(key)
         if recording is None or recording.pending() is not None:
             return method(encoder, obs)
         return Playback.apply(recording, obs, *recording.parameters)
@@ -140,7 +143,6 @@ class Recording:
             found = rehearse(lambda: self.backward(encode(self.obs), aliases), method.__self__, stream)
             used = [x is not None for x in found]
             self.parameters, aliases = list(compress(parameters, used)), list(compress(aliases, used))
-            torch.cuda.synchronize()
             self.there, features = record(lambda: encode(self.obs), stream)
             self.back, self.gradients = record(
                 lambda: torch.cat([x.flatten() for x in self.backward(features, aliases)]), stream, self.there.pool()
@@ -164,8 +166,7 @@ def with_aliases(
     holder.agent, holder.forward = method.__self__, lambda obs: method(encoder, obs)
     parameters = {name: x for name, x in holder.named_parameters() if x.requires_grad}
     aliases = {name: x.detach().requires_grad_() for name, x in parameters.items()}
-    encode = lambda obs: torch.func.functional_call(holder, aliases, obs)  # noqa: E731
-    return encode, list(parameters.values()), list(aliases.values())
+    return partial(torch.func.functional_call, holder, aliases), list(parameters.values()), list(aliases.values())
 
 
 class Playback(torch.autograd.Function):

@@ -33,8 +33,7 @@ def build() -> ctypes.CDLL | None:
             subprocess.run(compiler + options, check=True, capture_output=True, text=True, errors="replace", timeout=60)
             return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).splitlines()[0]
-        print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)
+        say_slower(error)
         return None
 
 
@@ -47,10 +46,14 @@ def gpu() -> ModuleType | None:
         x = torch.zeros(1, 16, 2, 2, device="cuda", dtype=torch.bfloat16)
         gpu_kernels.convolve_backward(x, x, relu=True)
     except Exception as error:  # of Triton's own kinds, or as it finds no C compiler
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)
+        say_slower(error)
         return None
     return gpu_kernels
+
+
+def say_slower(error: Exception) -> None:
+    reason = (getattr(error, "stderr", None) or str(error) or type(error).__name__).splitlines()[0]
+    print(f"note: convolution and max-pooling run PyTorch's slower kernels ({reason})", file=sys.stderr)
 
 
 def suits(x: Tensor) -> bool:
@@ -72,13 +75,13 @@ def convolves(x: Tensor, weight: Tensor) -> bool:
     sides that are multiples of 4 pixels, on a processor with AVX2 but without AVX-512; of bfloat16 frames that are a
     multiple of 16 pixels wide (8 for 32 channels), on one with AVX-512 BF16 but without AMX. On a GPU of all bfloat16
     frames, and of up to 3 channels before, if these need no gradient."""
-    channels = set(weight.shape[:2])
-    if x.is_cuda and weight.shape[1] <= 3 and not x.requires_grad:
-        channels = {len(weight)}
-    if not suits(x) or x.shape[1] != weight.shape[1] or not channels <= {16, 32}:
+    if not suits(x) or x.shape[1] != weight.shape[1]:
         return False
     if x.is_cuda:
-        return True
+        return len(weight) in (16, 32) and (x.shape[1] in (16, 32) or (x.shape[1] <= 3 and not x.requires_grad))
+    channels = set(weight.shape[:2])
+    if not channels <= {16, 32}:
+        return False
     if x.dtype == torch.float32:  # it has not been timed with AVX-512
         return cpu_has("avx2") and not cpu_has("avx512_f") and x.shape[2] % 4 == x.shape[3] % 4 == 0
     if cpu_has("amx_bf16"):  # with it, oneDNN is three times as fast
