@@ -521,11 +521,6 @@ def value_loss(values: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * ((values - targets.detach()) ** 2).mean()
 
 
-def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
-    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
-
-
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
@@ -566,7 +561,7 @@ def paper_update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, 
 
     optimizer.zero_grad()
     metrics = backward(loss_of, (batch.dones, *batch), args.micro_batch_size, world, dim=1)  # the ranks' mean gradient
-    metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+    metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
     logprobs, values, targets = (torch.cat(pieces, dim=1) for pieces in zip(*seen, strict=True))
     return metrics | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
@@ -599,7 +594,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
         minibatch = *(x.index_select(1, index) for x in samples), state  # eight times as fast as [:, index] for frames
         optimizer.zero_grad()
         metrics = backward(loss_of, minibatch, args.micro_batch_size, world, dim=1)  # the ranks' mean gradient
-        metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+        metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         history.append(metrics)
     initial = {"losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"]}

@@ -454,11 +454,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf
     return 0.5 * errors.mean()
 
 
-def clip_gradient(agent: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale the gradient down to an L2 norm of `max_norm`, unless that is None; return the norm that it had."""
-    return nn.utils.clip_grad_norm_(agent.parameters(), math.inf if max_norm is None else max_norm)
-
-
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
@@ -509,7 +504,7 @@ def update(
                 minibatch[-1] = normalize_advantages(minibatch[-1], world)
             optimizer.zero_grad()
             metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # the ranks' mean gradient
-            metrics["losses/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+            metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             optimizer.step()
             history.append(metrics)
         if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
@@ -597,7 +592,8 @@ def auxiliary_phase(
             frames = obs.index_select(0, batch.to(obs.device))
             minibatch = to_device(frames, device), old_params[batch], returns[batch]
             metrics = backward(loss_of, minibatch, args.micro_batch_size, world, at_most=at_a_time)
-            metrics["losses/aux/grad_norm"] = clip_gradient(agent, args.max_grad_norm)
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
+            metrics["losses/aux/grad_norm"] = grad_norm
             optimizer.step()
             history.append(metrics)
     return mean_metrics(history)

@@ -3,7 +3,7 @@
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
     python benchmarks/collect.py runs/*__* --results my_results     # report.py --results my_results draws them
 
-Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row an iteration: environment
+Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row per `log` of the run: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
 last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine, seconds of the run without its pauses)
 stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-interval.

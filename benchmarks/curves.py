@@ -19,7 +19,7 @@ REFERENCE = Path(__file__).parent / "reference"
 
 
 class Curve(NamedTuple):
-    """A run's progress.csv: a row an iteration."""
+    """A run's progress.csv: a row per iteration (`impala.py`: per `--log-interval`)."""
 
     steps: list[int]  # at the end of the iteration
     seconds: list[float]  # since the start of the run

@@ -101,9 +101,8 @@ def plan(args: Args) -> list[Part]:
     own = [sys.executable, *shlex.split(command(common, "benchmarks/gpu_parts.py"))[1:]]
     marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
     pytest = [sys.executable, "-m", "pytest", "--disable-plugin-autoload", "-m", "gpu", "-v", "--durations=10", *marked]
-    commands = {"tests": pytest}
     return [
-        Part(" ".join(name), commands.get(name[0], [*own, *name]), SECONDS.get(name[0], args.run_seconds))
+        Part(" ".join(name), pytest if name == ("tests",) else [*own, *name], SECONDS.get(name[0], args.run_seconds))
         for name in names
         if name[0] in args.steps
     ]

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
 import figures
 import readme
+from collect import RESULTS
 from common.errors import InputError
 from common.signals import one_line_errors
 from curves import read_reference
 from figures import plt
 
-RESULTS = Path(__file__).parent / "results"
 SHORT_PHASE, PHASE, WINDOW = 131_072, 524_288, 131_072  # steps
 PAPER_PHASE = 2_097_152
 PAPER = {  # the paper's runs, and which of ours they belong to

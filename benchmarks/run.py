@@ -289,7 +289,9 @@ def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         job.state = "elsewhere"
-    else:
+    except OSError as error:  # a file system without locks
+        print(f"note: {log} cannot be locked ({error.strerror}): see that no other process makes it", file=sys.stderr)
+    if job.state == "waiting":
         look(job, runs_dir)
     if job.state == "waiting":
         return file

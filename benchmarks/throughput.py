@@ -445,14 +445,15 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
         return
     figure, axes = figures.plt.subplots(figsize=(8, 3.2))
     width = 0.8 / len(configurations)
-    for number, configuration in enumerate(configurations):
+    for number, label in enumerate(configurations):
+        configuration = label
         for place, algorithm in enumerate(algorithms):
             speeds = column(groups.get((algorithm, configuration), []), "steps_per_second")
             if speeds:
                 middle, x = statistics.median(speeds), place + (number - (len(configurations) - 1) / 2) * width
                 error = [[middle - min(speeds)], [max(speeds) - middle]]
-                label = configuration if place == 0 else None
                 axes.bar(x, middle, width * 0.95, yerr=error, capsize=2, color=f"C{number}", label=label)
+                label = None  # one entry in the legend
                 axes.text(x, max(speeds), f"{middle:.0f}", ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(algorithms)), map(readme.label, algorithms))
     axes.set_ylabel("environment steps per second")

@@ -34,9 +34,11 @@ def accelerate(agent: nn.Module, mode: str) -> None:
     kernels, and a note on stderr names convolutions that have none. "cudagraphs": on a GPU they do, in bfloat16, and
     acting (`Recorded`) and the encoders' two passes (`RecordedEncode`), which are hundreds of short kernels, are
     recorded and played back. "compile": torch.compile compiles the encoders; where it cannot, PyTorch says so and runs
-    them as they are. On a GPU acting is recorded, too."""
+    them as they are. On a GPU acting is recorded, too. "auto": "cudagraphs" on a GPU, else "eager"."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     devices = {parameter.device.type for parameter in agent.parameters()}
+    if mode == "auto":
+        mode = "cudagraphs" if devices == {"cuda"} else "eager"
     device, kernels = ("cpu", build) if mode == "eager" else ("cuda", gpu)
     if mode == "compile":
         compile_encoders(agent)

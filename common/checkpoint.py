@@ -1,5 +1,5 @@
 """Checkpoints: a run that dies and is resumed is the same run.
-After each iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
+After an iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
 to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when a signal or an error ends the run."""
 
 import dataclasses
@@ -38,8 +38,9 @@ def newest_checkpoint(path: Path) -> dict[str, Any]:
     for file in checkpoint_files(path):
         try:
             content = read_archive(file)
-            if all(isinstance(content.get(name), kind) for name, kind in CONTENT.items()):
-                return content
+            if not all(isinstance(content.get(name), kind) for name, kind in CONTENT.items()):
+                raise InputError(f"{file} lacks a part of a checkpoint.")
+            return content
         except InputError as error:
             print(f"warning: {str(error).rstrip('.')}: it is skipped for the one before", file=sys.stderr)
     raise InputError(f"--resume {path}: it has no checkpoint that can be read: start a new run.")
@@ -100,7 +101,7 @@ def load_parts(parts: dict[str, Any], checkpoint: dict[str, Any], rank: int, pat
 
 
 class Checkpoints:
-    """Copies of a run's state, in memory after each iteration and on disk from time to time. `parts` are whatever has a
+    """Copies of a run's state, in memory after iterations and on disk from time to time. `parts` are whatever has a
     `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`. `written` is the step of the
     checkpoint that the run goes on from, if any."""
 
@@ -133,6 +134,7 @@ class Checkpoints:
             return
         shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
         self.snapshot = self.head | {"step": step, "run": statistics, "parts": copy_to_cpu(shared), "ranks": ranks}
+        run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
             self.last_write = now
             try:

@@ -17,7 +17,7 @@ from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.settings import HOST_MEMORY
 from common.video import RecordFirstEnv
 
-State = dict[str, Any]  # of one environment: tensors and plain values, or empty if it cannot be put back
+State = dict[str, Any]  # of one environment: tensors and plain values
 
 
 def make_envs(
@@ -99,18 +99,20 @@ class Envs(RecordEpisodeStatistics):
         return self.step(self.actions)
 
     def state_dict(self) -> list[State]:
-        """The state of each environment. Only Procgen's can be put back; others are empty."""
+        """The state of each environment. Only Procgen's can be put back; others have a video's number at most."""
+        video = {} if self.video is None else {"episode": self.video.episode}
         if not self.restorable:
-            return [{} for _ in range(self.num_envs)]
-        episode = 0 if self.video is None else self.video.episode
+            return [video] * self.num_envs
         columns = self.unwrapped.get_states(), self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
         return [
-            {"env": env, "obs": torch.tensor(obs), "return": total, "length": length, "episode": episode}
+            {"env": env, "obs": torch.tensor(obs), "return": total, "length": length} | video
             for env, obs, total, length in zip(*columns, strict=True)
         ]
 
     def load_state_dict(self, states: list[State]) -> None:
         """Put environments that have been reset into `states`. Others than Procgen's start new episodes, and say so."""
+        if self.video is not None:
+            self.video.episode = states[0].get("episode", 0)
         if not self.restorable:
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
             self.reset()  # without a seed: other episodes than the run began with
@@ -119,8 +121,6 @@ class Envs(RecordEpisodeStatistics):
         self.obs = np.stack([state["obs"].numpy() for state in states])
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
-        if self.video is not None:
-            self.video.episode = states[0]["episode"]
 
     def replay(self, start: list[State], actions: torch.Tensor, frames: torch.Tensor) -> None:
         """Fill `frames` [K, T, N, ...] with what the environments showed on the way from `start` to where they are, by
@@ -174,6 +174,7 @@ def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> Vecto
     """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
     drawn = {} if render_mode is None else {"render_mode": render_mode}  # not every task knows the argument
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    failures = (gym.error.Error, ImportError) + ((TypeError, AssertionError) if drawn else ())  # of tasks without video
     try:
         if env_id.startswith("ALE/"):
             gym.register_envs(import_module("ale_py"))
@@ -182,10 +183,10 @@ def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> Vecto
             envs.reset()
             envs.render()
         return envs
-    except (gym.error.Error, ImportError) as error:
+    except failures as error:
         if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
             raise unknown_env(env_id) from None
-        raise InputError(f"--env-id {env_id} cannot be made: {error}") from error
+        raise InputError(f"--env-id {env_id} cannot be made{' for a video' if drawn else ''}: {error}") from error
 
 
 def unknown_env(env_id: str) -> InputError:

@@ -37,7 +37,7 @@ class Run:
     """One run's folder and its progress display. Rank zero writes; episodes and metrics of the others reach it.
 
     The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), a copy of the script
-    (`script` is its path from the repository's root), TensorBoard events, `progress.csv` (a row per iteration),
+    (`script` is its path from the repository's root), TensorBoard events, `progress.csv` (a row per `log`),
     `episodes.csv` (a row per episode) and `eval.csv`. `world` are the ranks, `resumed` is what `find_run` returned.
     Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses (no login, say)."""
 
@@ -47,7 +47,7 @@ class Run:
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
         self.script, self.device, self.total_steps, self.world = script, device, total_steps, world
         self.world_size, self.games = world.world_size, args.env_id.split(",")  # environment i plays games[i % len]
-        self.require_finite, self.waiting, self.wandb_run = require_finite, [], None
+        self.require_finite, self.waiting, self.wandb_run = require_finite, [], None  # for a script, which has a run
         self.step, state = (resumed.checkpoint["step"], resumed.checkpoint["run"]) if resumed else (0, {})
         self.recent = deque(state.get("recent", []), maxlen=100)  # returns of the last 100 episodes
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
@@ -180,7 +180,6 @@ class Run:
             returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
             sps = {"charts/SPS": step / (time.monotonic() - self.start)}
             self.write(step, values | sps, {"progress.csv": [returns]})
-        self.step = step
         self.new_returns.clear()
         self.show(step, last=step >= self.total_steps)
 

@@ -16,7 +16,7 @@ import torch
 from common import intrinsic
 from common.actors import ActorThreads
 from common.checkpoint import Checkpoints, load_parts, set_random_states
-from common.device import resolve_device, resolve_precision, setup_device
+from common.device import resolve_precision, setup_device
 from common.envs import EnvGroups, Envs, group_seed, make_envs
 from common.errors import InputError, TrainingError
 from common.evaluation import Evaluator
@@ -33,17 +33,15 @@ RANK_SEEDS = 20_000  # in place of a group's number: seeds unlike those of group
 
 class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
-    Attributes: `args`, with `precision` and `accelerate` resolved; `world`, the ranks; `device`; `iteration_steps` of
+    Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of
     all ranks; `total_steps`, `num_iterations`, at which the run ends; `save(step)`, which keeps a copy to resume from.
     Raises InputError for settings that cannot work, or a run that cannot be resumed, before anything is written."""
 
     def __init__(self, args: Any, script: str):
         args.validate()
         self.script, self.world = os.path.relpath(script, ROOT), init_world(args.device)
-        precision, accelerate = resolve_precision(args.precision, args.device), args.accelerate
-        if accelerate == "auto":
-            accelerate = "eager" if resolve_device(args.device).type == "cpu" else "cudagraphs"
-        self.args = args = self.world.share_settings(replace(args, precision=precision, accelerate=accelerate))
+        args = replace(args, precision=resolve_precision(args.precision, args.device))
+        self.args = args = self.world.share_settings(args)
         self.resumed = find_run(args, self.script, self.world)
         self.seed = group_seed(args.seed, RANK_SEEDS + self.world.rank) if self.world.rank else args.seed
         self.device = setup_device(args.device, self.seed, args.torch_deterministic)
@@ -121,6 +119,8 @@ class Session:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.checkpoints is not None:
+            hold_signals()  # actors end in their own time
         with self.exits:
             if self.batches is None or not self.batches.close():  # else a thread hangs in its environment
                 for envs in self.envs:
@@ -137,7 +137,6 @@ class Session:
                     raise InputError(f"{advice}.") from error
                 error = TrainingError(advice)
             if self.checkpoints is not None:
-                hold_signals()
                 self.checkpoints.close(error)
         if error is None:
             self.world.destroy()

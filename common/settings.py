@@ -31,8 +31,7 @@ NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= valu
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
 
-# Old or foreign names of flags, which the command line accepts
-ALIASES = {"--baseline-coef": "--vf-coef"}  # rllte's and TorchBeast's name
+ALIASES = {"--baseline-coef": "--vf-coef"}  # another project's name of a flag, which the command line accepts
 SECTIONS = "preset", "environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run"  # of --help
 
 
@@ -164,9 +163,9 @@ def parse(args_class: type, default: Any, words: Sequence[str] | None = None) ->
     """`args_class` as the command line (or `words`) sets it, with `default` for all other settings."""
     words = sys.argv[1:] if words is None else words
     hints, groups = get_type_hints(args_class, include_extras=True), []
-    preset = re.search(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))
-    if preset and preset[1] in get_args(hints.get("preset")) and default == args_class():  # else a run is resumed
-        default = args_class(preset=preset[1])
+    preset = re.findall(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))[-1:]  # of several flags the last one counts
+    if set(preset) & set(get_args(hints.get("preset"))) and default == args_class():  # else a run is resumed
+        default = args_class(preset=preset[0])
     for title, helps in sections(args_class).items():  # a dataclass for each, since tyro's --help lists dataclasses
         flags = [
             (name, Annotated[hints[name], tyro.conf.arg(help=text)], field(default=getattr(default, name)))

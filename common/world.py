@@ -19,7 +19,7 @@ from common.device import resolve_device
 from common.errors import InputError, TrainingError
 
 TIMEOUT = timedelta(minutes=10)  # for a rank that is late during training: its machine may have vanished
-PATIENCE = timedelta(hours=2)  # for rank zero while it evaluates or writes checkpoints
+PATIENCE = timedelta(hours=2)  # for rank zero while it evaluates, or writes the last checkpoint
 PER_HOST = {"runs_dir", "resume", "init_from", "num_threads", "device"}  # settings that may differ between ranks
 
 

@@ -42,7 +42,7 @@ class Agent(nn.Module):
         return encoder(obs)
 
 
-def made(make, *arguments, mode="eager"):
+def made(make, *arguments, mode="auto"):
     """What `make` makes as it is and accelerated, with the same weights."""
     torch.manual_seed(0)
     plain = make(*arguments)
@@ -462,7 +462,7 @@ def test_no_note(kind, ran, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraphs"])
+@pytest.mark.parametrize("mode", ["auto", "eager", "compile", "cudagraphs"])
 def test_modes(mode, monkeypatch):
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((self, options)))

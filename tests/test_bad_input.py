@@ -153,6 +153,13 @@ def test_rejected_without_a_package(script, flag, package, tmp_path, monkeypatch
     check_rejected(script, tmp_path, {flag: True}, f"--{flag.replace('_', '-')}", f"pip install {package}")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="av is not installed")
+def test_rejected_video_of_a_task_that_cannot_draw(tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv))
+    words = "TestStill-v0 cannot be made for a video", "render_mode"
+    check_rejected(ppo, tmp_path, {"env_id": "TestStill-v0", "capture_video": True}, *words)
+
+
 @ALL
 def test_rejected_by_wandb(script, tmp_path, monkeypatch):
     """Without a login, say."""

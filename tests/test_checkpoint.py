@@ -30,7 +30,7 @@ import fast
 import impala
 import ppg
 import ppo
-from common import checkpoint, load, signals
+from common import actors, checkpoint, load, signals
 from common.device import resolve_precision
 from common.envs import make_envs
 from common.errors import InputError, TrainingError
@@ -329,11 +329,22 @@ def run_with_late_signals(runs_dir):
     print("still there")
 
 
-def test_a_signal_in_the_last_moments_changes_nothing(tmp_path):
-    """Neither while the last checkpoint is written nor afterwards: Slurm would start the run once more."""
-    with fast.Fork(tmp_path, run_with_late_signals, tmp_path / "runs") as process:
+def run_with_a_signal_while_actors_end(runs_dir):
+    close = actors.ActorThreads.close
+    actors.ActorThreads.close = lambda threads: (os.kill(os.getpid(), signal.SIGTERM), close(threads))[1]
+    with signals.one_line_errors():
+        impala.main(make_args(impala, runs_dir, num_actors=1, checkpoint_interval=1e9, total_timesteps=2 * 32))
+    print("still there")
+
+
+@pytest.mark.parametrize("run", [run_with_late_signals, run_with_a_signal_while_actors_end])
+def test_a_signal_in_the_last_moments_changes_nothing(run, tmp_path):
+    """Neither while the last checkpoint is written nor before or after: Slurm would start the run once more."""
+    with fast.Fork(tmp_path, run, tmp_path / "runs") as process:
         assert (process.wait(), process.errors) == (0, "")
     assert process.output.splitlines()[-2].startswith("done: ")
+    (path,) = (tmp_path / "runs").iterdir()
+    assert checkpoint.newest_checkpoint(path)["step"] == 2 * 32
     assert process.output.endswith("\nstill there\n")
 
 
@@ -424,7 +435,7 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     ("script", "sent", "code", "settings"),
     [
         (ppo, [signal.SIGINT], 130, {}), (ppo, [signal.SIGTERM], 143, {}), (ppg, [signal.SIGHUP], 129, {}),
-        (impala, [signal.SIGUSR1], 138, {}), (impala, [signal.SIGTERM], 143, {"num_actors": 2}),
+        (impala, [signal.SIGUSR1], 138, {"log_interval": 160}), (impala, [signal.SIGTERM], 143, {"num_actors": 2}),
         (impala, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130, {"num_actors": 2}),  # the first counts
     ],
     ids=str,
@@ -438,13 +449,13 @@ def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, monk
             process.send(each)
             time.sleep(0.02)
         assert process.wait(10) == code
-    assert process.output.splitlines()[-1].startswith("stopped: ")
     (path,) = runs.iterdir()
     again = f"python {script.__name__}.py --resume {path}"
     name = "Ctrl-C" if sent[0] == signal.SIGINT else sent[0].name
     assert process.errors == f"resume with: {again}\nstopped by {name}\n"
     stopped_at = checkpoint.newest_checkpoint(path)["step"]
     assert stopped_at == torch.load(path / "model.pt", weights_only=True)["step"] >= 3 * 16
+    assert process.output.splitlines()[-1].startswith(f"stopped: {stopped_at:,} steps in ")
     monkeypatch.setattr(sys, "argv", [*shlex.split(again)[1:], f"--total-timesteps={stopped_at + 64}"])
     assert script.main(parse(script.Args, default=saved_args(script.Args))) == path
     assert f"resumed at step {stopped_at:,}" in capsys.readouterr().out
@@ -544,8 +555,7 @@ def test_a_run_older_than_some_flags(script, run_copy, monkeypatch):
     (path / "args.json").write_text(json.dumps({name: settings[name] for name in settings.keys() - younger}))
     monkeypatch.setattr(sys, "argv", ["x.py", "--resume", str(path), "--micro-batch-size", "7"])
     args = parse(script.Args, default=saved_args(script.Args))
-    assert settings["accelerate"] == "eager"  # what "auto" was
-    assert args == script.Args(**settings | {"resume": str(path), "micro_batch_size": 7, "accelerate": "auto"})
+    assert args == script.Args(**settings | {"resume": str(path), "micro_batch_size": 7})
     for file in checkpoint.checkpoint_files(path):
         content = checkpoint.read_archive(file)
         del content["args"]["gamma"]

@@ -8,11 +8,12 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from common.envs import make_envs
+from common.envs import Envs, make_envs, make_gymnasium
 from common.errors import InputError
 from common.files import ROOT
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.reward_scale import RewardNormalizer
+from common.video import RecordFirstEnv
 from conftest import StillEnv
 from helpers import level_seeds
 
@@ -125,7 +126,7 @@ def test_procgen_every_supported_pair_of_game_and_mode_can_be_made_and_prints_no
     # then the culprit.
     code = """
 import numpy as np
-from common.envs import make_envs
+from common.envs import Envs, make_envs, make_gymnasium
 from common.procgen_env import PROCGEN_MODES
 for mode, games in PROCGEN_MODES.items():
     for game in games:
@@ -255,6 +256,14 @@ def test_videos_of_the_first_environment(tmp_path):
         assert frames.dtype == np.uint8
         if episode == 0:
             assert np.abs(frames[0].astype(int) - first_frame).mean() < 8  # but for the compression
+
+
+def test_videos_are_numbered_on_after_a_resume():
+    envs, other = (Envs(RecordFirstEnv(make_gymnasium("CartPole-v1", 2, None))) for _ in range(2))
+    envs.reset(), other.reset()
+    envs.video.episode = 7
+    other.load_state_dict(envs.state_dict())
+    assert other.video.episode == 7
 
 
 def test_video_without_the_package_that_draws(monkeypatch):

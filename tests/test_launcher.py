@@ -1,5 +1,6 @@
 """benchmarks/run.py: the matrix of runs, here and on Slurm."""
 
+import errno
 import io
 import json
 import os
@@ -270,6 +271,16 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     assert [(job.state, job.attempts) for job in jobs] == [("done", 1), ("done", 0)]
     seeds = [json.loads((path / "args.json").read_text())["seed"] for path in run_folders(runs)]
     assert sorted(seeds) == [1, 2]
+
+
+def test_on_a_file_system_without_locks_runs_are_made_all_the_same(tmp_path, in_process, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(launcher.fcntl, "flock", flock)
+    (job,) = launcher.main(make_args(tmp_path))
+    assert (job.state, job.attempts) == ("done", 1)
+    assert "cannot be locked (Function not implemented)" in capsys.readouterr().err
 
 
 def test_with_any_precision_a_finished_run_counts(tmp_path, in_process):

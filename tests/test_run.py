@@ -81,8 +81,7 @@ def finished(request, tmp_path_factory):
         patch.setattr("common.run.LINE_SECONDS", 0)
         start = time.time()
         path = script.main(args)
-    resolved = {"precision": resolve_precision("auto", "cpu"), "accelerate": "eager"}
-    args = dataclasses.replace(args, **resolved)  # what a run was made with, it records
+    args = dataclasses.replace(args, precision=resolve_precision("auto", "cpu"))  # what it was made with, it records
     times = {"start": start, "end": time.time()}
     return SimpleNamespace(script=script, args=args, path=path, agent=agents[0], output=output.getvalue(), **times)
 

@@ -203,6 +203,11 @@ def test_presets_are_defaults():
     assert command(openai, "ppg.py") == "python ppg.py --preset paper --e-aux 3"
 
 
+def test_of_several_presets_the_last_one_counts():
+    words = ["--preset", "appo", "--preset=paper"]
+    assert parse(impala.Args, default=impala.Args(), words=words) == impala.Args(preset="paper")
+
+
 def test_help_shows_the_defaults_of_a_preset(capsys):
     with pytest.raises(SystemExit):
         parse(impala.Args, default=impala.Args(), words=["--preset", "paper", "--help"])
