@@ -445,8 +445,8 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
         return
     figure, axes = figures.plt.subplots(figsize=(8, 3.2))
     width = 0.8 / len(configurations)
-    for number, label in enumerate(configurations):
-        configuration = label
+    for number, configuration in enumerate(configurations):
+        label = configuration
         for place, algorithm in enumerate(algorithms):
             speeds = column(groups.get((algorithm, configuration), []), "steps_per_second")
             if speeds:

@@ -33,8 +33,8 @@ RANK_SEEDS = 20_000  # in place of a group's number: seeds unlike those of group
 
 class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
-    Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of
-    all ranks; `total_steps`, `num_iterations`, at which the run ends; `save(step)`, which keeps a copy to resume from.
+    Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
+    `total_steps`, `num_iterations`, at which the run ends; `save(step)`, which keeps a copy to resume from.
     Raises InputError for settings that cannot work, or a run that cannot be resumed, before anything is written."""
 
     def __init__(self, args: Any, script: str):

@@ -126,7 +126,7 @@ def test_procgen_every_supported_pair_of_game_and_mode_can_be_made_and_prints_no
     # then the culprit.
     code = """
 import numpy as np
-from common.envs import Envs, make_envs, make_gymnasium
+from common.envs import make_envs
 from common.procgen_env import PROCGEN_MODES
 for mode, games in PROCGEN_MODES.items():
     for game in games:
