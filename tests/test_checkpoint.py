@@ -762,8 +762,8 @@ class Bomb:
         ("code", "is damaged, or not a file of tensors"),
         ("tensor", "is no model or checkpoint of this version"),
         ("version", "is no model or checkpoint of this version"),
-        ("model", ""),
-        ("types", ""),
+        ("model", "lacks a part of a checkpoint"),
+        ("types", "lacks a part of a checkpoint"),
     ],
 )
 def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monkeypatch, capsys):
@@ -782,8 +782,7 @@ def test_foreign_files_are_refused_in_a_sentence(content, words, run_copy, monke
         torch.save(made[content], file)
     with pytest.raises(InputError, match="it has no checkpoint that can be read"):
         resume(ppo, path)
-    warnings = capsys.readouterr().err
-    assert not words or warnings.count(words) == 2
+    assert capsys.readouterr().err.count(words) == 2
     assert not (path / "exploded").exists()
 
 
