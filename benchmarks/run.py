@@ -42,7 +42,7 @@ from common.device import resolve_device
 from common.envs import check_envs, unknown_env
 from common.errors import InputError
 from common.evaluation import held_out_settings
-from common.files import ROOT
+from common.files import ROOT, lock_folder
 from common.load import load_script
 from common.procgen_env import PROCGEN_GAMES
 from common.resume import runs_of
@@ -224,11 +224,10 @@ def look(job: Job, runs_dir: str) -> None:
 
 def in_use(path: Path) -> bool:
     try:
-        with (path / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock_folder(path, note=False).close()
+    except InputError:
         return True
-    except OSError:  # nothing can be written there, by no one, or locked
+    except OSError:  # nothing can be written there, by no one
         pass
     return False
 

@@ -112,7 +112,7 @@ class Envs(RecordEpisodeStatistics):
     def load_state_dict(self, states: list[State]) -> None:
         """Put environments that have been reset into `states`. Others than Procgen's start new episodes, and say so."""
         if self.video is not None:
-            self.video.episode = states[0].get("episode", 0)
+            self.video.episode = states[0].get("episode", 0)  # 0: from before Gymnasium's states had it
         if not self.restorable:
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
             self.reset()  # without a seed: other episodes than the run began with

@@ -26,8 +26,9 @@ def make_run_dir(args: Any) -> Path:
             return path
 
 
-def lock_folder(path: Path) -> IO:
-    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if it is in use."""
+def lock_folder(path: Path, note: bool = True) -> IO:
+    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if it is in use.
+    Where the file system has no locks, it is as if locked, and a `note` says so."""
     file = (path / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,7 +36,8 @@ def lock_folder(path: Path) -> IO:
         file.close()
         raise InputError(f"{path} is in use by another process: wait for its end, or stop it.") from None
     except OSError as error:
-        print(f"note: {path} cannot be locked ({error.strerror}): see that no other run uses it", file=sys.stderr)
+        if note:
+            print(f"note: {path} cannot be locked ({error.strerror}): see that no other run uses it", file=sys.stderr)
     return file
 
 

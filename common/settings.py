@@ -163,9 +163,9 @@ def parse(args_class: type, default: Any, words: Sequence[str] | None = None) ->
     """`args_class` as the command line (or `words`) sets it, with `default` for all other settings."""
     words = sys.argv[1:] if words is None else words
     hints, groups = get_type_hints(args_class, include_extras=True), []
-    preset = re.findall(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))[-1:]  # of several flags the last one counts
-    if set(preset) & set(get_args(hints.get("preset"))) and default == args_class():  # else a run is resumed
-        default = args_class(preset=preset[0])
+    *_, preset = None, *re.findall(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))  # of several the last one counts
+    if preset in get_args(hints.get("preset")) and default == args_class():  # else a run is resumed
+        default = args_class(preset=preset)
     for title, helps in sections(args_class).items():  # a dataclass for each, since tyro's --help lists dataclasses
         flags = [
             (name, Annotated[hints[name], tyro.conf.arg(help=text)], field(default=getattr(default, name)))
