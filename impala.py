@@ -333,6 +333,12 @@ class Agent(nn.Module):
         params, _, state = self.step(obs, self.initial_state(len(obs)) if state is None else state)
         return action_dist(self.action_space, params), state
 
+    def get_action(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw actions [N, ...]; return them, their log-probabilities [N] and the next state."""
+        dist, state = self.get_action_dist(obs, state)
+        action = dist.sample()
+        return action, dist.log_prob(action), state
+
     def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
         """S steps of B unrolls: obs [S, B, ...], state before obs[0] [2, B, H], dones [S, B] (the last is optional).
 
@@ -397,13 +403,16 @@ def act(
                 state[:, n] = each["recurrent"]
     obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
     obs = to_device(envs.obs, device).to(obs_dtype)
-    agent.step(obs, state)  # on a GPU recorded here: while it is, no other thread may draw random numbers
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a resumed run, too, begins with this call
+        agent.get_action(obs, state)  # on a GPU recorded here: while it is, no other thread may draw random numbers
     yield None
     while True:
         newest, version = published[0]
         agent.load_state_dict(newest.state_dict())
+        if not agent.step(obs, state)[0].isfinite().all():  # on a GPU, drawing from NaN would break the whole process
+            raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
         frames = torch.empty((num_steps + 1, *obs.shape), dtype=obs_dtype, device=device)
-        actions, logprobs = [], []
+        drawn = []  # actions and log-probabilities
         rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
         truncation_values = torch.zeros(num_steps, num_envs, device=device)
         first_state, episodes = state, [[] for _ in range(num_envs)]
@@ -411,25 +420,21 @@ def act(
             if stop.is_set():
                 return
             frames[t] = obs
-            params, _, state = agent.step(obs, state)
-            if not params.isfinite().all():
-                raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
-            dist = action_dist(agent.action_space, params)
-            actions.append(dist.sample())
-            logprobs.append(dist.log_prob(actions[t]))
-            next_obs, rewards[t], terminations, truncations, infos = envs.step(actions[t].cpu().numpy())
+            action, logprob, state = agent.get_action(obs, state)
+            drawn.append((action, logprob))
+            next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
             dones[t] = terminations | truncations
             cut = truncations & ~terminations  # by a time limit alone
             if cut.any():
                 final_obs = to_device(np.stack(infos["final_obs"][cut]), device).to(obs_dtype)
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
             obs = to_device(next_obs, device).to(obs_dtype)
-            state = state * (1 - torch.as_tensor(dones[t], device=device).unsqueeze(-1))
+            state[:, np.flatnonzero(dones[t])] = 0
             for env, *episode in finished_episodes(infos):
                 episodes[env].append((t, *episode))
         frames[num_steps] = obs
         rewards, dones = torch.as_tensor(rewards, device=device), torch.as_tensor(dones, device=device)
-        steps = torch.stack(actions), torch.stack(logprobs), rewards, dones
+        steps = *map(torch.stack, zip(*drawn, strict=True)), rewards, dones
         unrolls = Unroll(frames, *steps, truncation_values, first_state)
         ends, recurrent = envs.state_dict(), state.cpu()
         for n in range(num_envs):

@@ -24,6 +24,7 @@ from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolve
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
 POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
 SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # run by a call
 # Held while a graph is recorded, and while acting is played back: a recording must meet no random numbers, which actors
 # draw then, or right afterwards, when another thread's rehearsal has only begun
 RECORDING = threading.Lock()
@@ -55,7 +56,7 @@ def accelerate(agent: nn.Module, mode: str) -> None:
         if missed:
             print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
     if mode != "eager" and devices == {"cuda"}:
-        for name in ("get_action_and_value", "step"):  # by which agents act
+        for name in ("get_action_and_value", "get_action"):  # by which agents act
             if hasattr(agent, name):
                 setattr(agent, name, Recorded(getattr(agent, name), mode))
         if hasattr(agent, "encode") and mode == "cudagraphs":
@@ -270,8 +271,7 @@ def is_pair(first: nn.Module, second: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    own = vars(module)
-    return any(own[name] for name in own if name.endswith("_hooks"))
+    return any(vars(module)[name] for name in HOOKS)
 
 
 def known(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import ppg
 import ppo
 from common import device
 from common.accelerate import Playback, Recorded, accelerate
+from common.errors import TrainingError
 from helpers import ALL, parameters, small_args
 from test_learning import ACTIONS, FRAMES, learn
 
@@ -119,19 +120,32 @@ def test_calls_that_are_not_played_back():
     plain = copy.deepcopy(agent)
     accelerate(agent, "cudagraphs")
     frames = torch.randint(0, 256, (3, 4, *FRAMES.shape), dtype=torch.uint8, device=CUDA)
+
+    def draw(agent, obs):
+        torch.manual_seed(1)
+        return agent.get_action(obs, agent.initial_state(len(obs)))
+
     with torch.no_grad():
-        first, second = (agent.step(each, agent.initial_state(4)) for each in frames[:2])
-        other = agent.step(frames[0, :2], agent.initial_state(2))
+        first, second, other = draw(agent, frames[0]), draw(agent, frames[1]), draw(agent, frames[0, :2])
         twin = copy.deepcopy(agent)
-        twin.policy_head.linear.bias += 1
-        moved = twin.step(frames[2], twin.initial_state(4))
-        for found, each in ((first, frames[0]), (second, frames[1]), (other, frames[0, :2])):
-            assert all(map(torch.equal, found, plain.step(each, plain.initial_state(len(each)))))
-        plain.policy_head.linear.bias += 1
-        assert all(map(torch.equal, moved, plain.step(frames[2], plain.initial_state(4))))
+        twin.policy_head.linear.bias[0] += 1
+        moved = draw(twin, frames[2])
+        for found, obs in ((first, frames[0]), (second, frames[1]), (other, frames[0, :2])):
+            assert all(map(torch.equal, found, draw(plain, obs)))
+        plain.policy_head.linear.bias[0] += 1
+        assert all(map(torch.equal, moved, draw(plain, frames[2])))
         agent.load_state_dict(plain.state_dict())
-        assert all(map(torch.equal, moved, agent.step(frames[2], plain.initial_state(4))))
-    assert agent.step(frames[0], agent.initial_state(4))[0].requires_grad
+        assert all(map(torch.equal, moved, draw(agent, frames[2])))
+    assert draw(agent, frames[0])[1].requires_grad
+
+
+@pytest.mark.parametrize("accelerate", ["eager", "cudagraphs"])
+def test_actors_do_not_draw_from_a_policy_that_has_diverged(accelerate, tmp_path):
+    """With NaN, PyTorch's kernel would end all work on the GPU."""
+    one_step = {"num_minibatches": 1, "sample_fraction": 1.0, "max_grad_norm": None, "num_actors": 0}
+    with pytest.raises(TrainingError, match="an output of the policy after 1 updates is NaN or infinite"):
+        impala.main(make_args(impala, tmp_path, accelerate=accelerate, learning_rate=1e30, **one_step))
+    assert torch.ones(2, device=CUDA).sum() == 2
 
 
 def test_frames_in_pinned_host_memory_change_nothing(tmp_path, monkeypatch):
