@@ -217,8 +217,7 @@ def check_envs(
         raise unknown_env(env_id)
     share = num_groups * len(games)
     if num_envs % share:
-        shared = f"{num_groups} groups of {len(games)} games"
-        raise InputError(f"--num-envs {num_envs} cannot be shared by {shared}: use a multiple of {share}.")
+        raise InputError(f"--num-envs {num_envs} cannot be shared evenly: use a multiple of {share} (groups x games).")
     if not procgen:
         only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
         wrong = {only: (distribution_mode, num_levels, start_level) != ("easy", 0, 0)}

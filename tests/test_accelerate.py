@@ -261,6 +261,12 @@ class Other(nn.MaxPool2d):
         return super().forward(x) + 1
 
 
+class Values(nn.Module):
+    def forward(self, pooled):
+        values, _ = pooled
+        return values
+
+
 class Row(nn.Sequential):
     def forward(self, x):
         return super().forward(x) + 1
@@ -272,6 +278,7 @@ ROWS = {
     "pool without padding": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2)),
     "pool with stride 3": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 3, 1)),
     "ceil_mode": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+    "return_indices": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, return_indices=True), Values()),
     "dilated pool": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, dilation=2)),
     "AvgPool": lambda: nn.Sequential(FIRST(), nn.AvgPool2d(3, 2, 1)),
     "a class of pools": lambda: nn.Sequential(FIRST(), Other(3, 2, 1)),

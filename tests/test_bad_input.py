@@ -68,7 +68,7 @@ def check_rejected(script, tmp_path, settings, *words):
             ["--distribution-mode exploration", "leave --num-levels and --start-level out"],
         ),
         ({"env_id": "coinrun,maze", "distribution_mode": "exploration"}, ["single game", "coinrun, maze"]),
-        ({"env_id": "coinrun,maze,heist"}, ["--num-envs 4", "3 games", "multiple of 3"]),
+        ({"env_id": "coinrun,maze,heist"}, ["--num-envs 4", "multiple of 3 (groups x games)"]),
         ({"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
         ({"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
         ({"num_levels": 5}, ["--num-levels", "leave them out for CartPole-v1"]),
@@ -91,7 +91,7 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
     ("script", "settings", "words"),
     [
         (ppo, {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
-        (ppo, {"env_id": "coinrun,maze", "num_envs": 6, "num_env_groups": 2}, ["--num-envs 6", "2 groups of 2 games"]),
+        (ppo, {"env_id": "coinrun,maze", "num_envs": 6, "num_env_groups": 2}, ["--num-envs 6", "multiple of 4"]),
         (ppo, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, {"num_minibatches": 24}, ["--num-minibatches 24", "64 steps"]),
