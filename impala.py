@@ -335,9 +335,9 @@ class Agent(nn.Module):
 
     def get_action(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw actions [N, ...]; return them, their log-probabilities [N] and the next state."""
-        dist, state = self.get_action_dist(obs, state)
-        action = dist.sample()
-        return action, dist.log_prob(action), state
+        params, _, state = self.step(obs, state)
+        action = action_dist(self.action_space, params.nan_to_num()).sample()  # NaN would end all work on a GPU
+        return action, action_dist(self.action_space, params).log_prob(action), state
 
     def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
         """S steps of B unrolls: obs [S, B, ...], state before obs[0] [2, B, H], dones [S, B] (the last is optional).
@@ -409,8 +409,6 @@ def act(
     while True:
         newest, version = published[0]
         agent.load_state_dict(newest.state_dict())
-        if not agent.step(obs, state)[0].isfinite().all():  # on a GPU, drawing from NaN would break the whole process
-            raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
         frames = torch.empty((num_steps + 1, *obs.shape), dtype=obs_dtype, device=device)
         drawn = []  # actions and log-probabilities
         rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
@@ -429,12 +427,14 @@ def act(
                 final_obs = to_device(np.stack(infos["final_obs"][cut]), device).to(obs_dtype)
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
             obs = to_device(next_obs, device).to(obs_dtype)
-            state[:, np.flatnonzero(dones[t])] = 0
+            state = state.index_fill(1, torch.as_tensor(np.flatnonzero(dones[t]), device=device), 0)
             for env, *episode in finished_episodes(infos):
                 episodes[env].append((t, *episode))
         frames[num_steps] = obs
         rewards, dones = torch.as_tensor(rewards, device=device), torch.as_tensor(dones, device=device)
         steps = *map(torch.stack, zip(*drawn, strict=True)), rewards, dones
+        if not steps[1].isfinite().all():
+            raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
         unrolls = Unroll(frames, *steps, truncation_values, first_state)
         ends, recurrent = envs.state_dict(), state.cpu()
         for n in range(num_envs):
