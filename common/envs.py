@@ -142,6 +142,8 @@ class EnvGroups(VectorEnv):
 
     def __init__(self, groups: list[Envs]):
         first, size = groups[0], groups[0].num_envs
+        if first.single_observation_space.shape is None:  # of a Dict or Tuple
+            raise NotImplementedError(f"no groups for {first.single_observation_space}: leave --num-env-groups out")
         self.groups = [(group, slice(n * size, (n + 1) * size)) for n, group in enumerate(groups)]
         self.num_envs, self.restorable, self.video = len(groups) * size, first.restorable, first.video
         self.single_observation_space = first.single_observation_space
@@ -215,8 +217,7 @@ def check_envs(
     procgen = set(games) <= set(PROCGEN_GAMES)
     if not procgen and len(games) > 1:
         raise unknown_env(env_id)
-    share = num_groups * len(games)
-    if num_envs % share:
+    if num_envs % (share := num_groups * len(games)):
         raise InputError(f"--num-envs {num_envs} cannot be shared evenly: use a multiple of {share} (groups x games).")
     if not procgen:
         only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."

@@ -140,6 +140,13 @@ def test_rejected_spaces(script, kind, space, words, tmp_path, monkeypatch):
     check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
 
 
+def test_rejected_groups_of_a_dict(tmp_path, monkeypatch):
+    space = {"observation_space": gym.spaces.Dict({"a": gym.spaces.Discrete(2)})}
+    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv, kwargs=space))
+    groups = {"env_id": "TestStill-v0", "num_env_groups": 2}
+    check_rejected(ppo, tmp_path, groups, "TestStill-v0: no groups for Dict", "leave --num-env-groups out")
+
+
 @ALL
 @pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="ale-py is installed")
 def test_rejected_without_atari(script, tmp_path):
