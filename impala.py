@@ -432,10 +432,10 @@ def act(
                 episodes[env].append((t, *episode))
         frames[num_steps] = obs
         rewards, dones = torch.as_tensor(rewards, device=device), torch.as_tensor(dones, device=device)
-        steps = *map(torch.stack, zip(*drawn, strict=True)), rewards, dones
-        if not steps[1].isfinite().all():
+        actions, logprobs = map(torch.stack, zip(*drawn, strict=True))
+        if not logprobs.isfinite().all():
             raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
-        unrolls = Unroll(frames, *steps, truncation_values, first_state)
+        unrolls = Unroll(frames, actions, logprobs, rewards, dones, truncation_values, first_state)
         ends, recurrent = envs.state_dict(), state.cpu()
         for n in range(num_envs):
             unroll, end = Unroll(*(field[:, n] for field in unrolls)), ends[n] | {"recurrent": recurrent[:, n]}

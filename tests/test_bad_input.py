@@ -91,7 +91,11 @@ ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
     ("script", "settings", "words"),
     [
         (ppo, {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
-        (ppo, {"env_id": "coinrun,maze", "num_envs": 6, "num_env_groups": 2}, ["--num-envs 6", "multiple of 4"]),
+        (
+            ppo,
+            {"env_id": "coinrun,maze", "num_envs": 6, "num_env_groups": 2},
+            ["--num-envs 6", "multiple of 4 (groups x games)"],
+        ),
         (ppo, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, ONE_STEP, ["one step", "--num-minibatches"]),
         (ppg, {"num_minibatches": 24}, ["--num-minibatches 24", "64 steps"]),
