@@ -23,8 +23,8 @@ scalable_agent; 6 and 7 apply to the default, `--preset appo`, alone:
 7. The other defaults, too, are nearer to ppo.py's than to the paper's. With them the agent learns far more from a step
    of Procgen than with `--preset paper` (benchmarks/NOTES.md).
 8. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
-   and the gradient's norm limit by T x B: do so, too, when you change T or B. PyTorch adds epsilon outside the root,
-   TensorFlow inside: its .01 is .1 outside. PyTorch's mean square starts at 0, TensorFlow's at 1.
+   (.1) and the gradient's norm limit (40) by T x B: set both again when you change T or B. PyTorch adds epsilon outside
+   the root, TensorFlow inside: its .01 is .1 outside. PyTorch's mean square starts at 0, TensorFlow's at 1.
 9. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL;
    rlax multiplies the bracket by lambda, too.
 10. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.

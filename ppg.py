@@ -5,7 +5,7 @@
 
 The policy phase is PPO with one pass over each rollout. After `n_pi` rollouts, an auxiliary phase trains the encoder
 on the value targets of all of them, while a KL penalty holds the policy near where it was. `--preset paper` has the
-settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations from the paper and from CleanRL:
+settings of OpenAI's phasic-policy-gradient: not those of 7, and 5e-4 in 8. Deviations from the paper and from CleanRL:
 
 1. `--total-timesteps` is rounded up to whole iterations; a run that ends in mid-phase closes with an auxiliary phase.
 2. The logs have every finished episode. Losses are logged as means over all minibatches.
@@ -17,9 +17,9 @@ settings of OpenAI's phasic-policy-gradient, without deviation 7. Deviations fro
    population's. Several ranks pool the moments of advantages and returns exactly; OpenAI averages the variances.
 7. Phases are short, 8 iterations and 3 auxiliary passes, not 32 and 6. Minibatches have random steps of all
    environments, not whole rollouts of a few. Both learn faster at this size (benchmarks/NOTES.md). One encoder, as in
-   CleanRL, costs half of the paper's two. The value head's gradient stops before it, as in OpenAI's code.
+   CleanRL, costs half of the paper's two. The value head's gradient does not reach it, as in OpenAI's code.
 8. One process makes as many gradient steps in an iteration as the paper's four (torchrun: four ranks), on minibatches
-   of a quarter of the size, as in CleanRL. So the policy phase has half of their learning rate (four ranks: 5e-4).
+   of a quarter of the size, as in CleanRL. So the policy phase has half of their learning rate; give four ranks 5e-4.
 9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
    1, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
 """

@@ -4,7 +4,8 @@
     python benchmarks/report.py --results my_results --documents     # elsewhere: prints the tables, fills no document
 
 For each protocol (`results/<protocol>/<algorithm>/<game>/seed<k>.csv`): curves beside the published ones, verdicts,
-means over games, and train-test gaps. Figures go to `results/<protocol>/`. Nothing is run.
+means over games, and train-test gaps. Figures go to `results/<protocol>/`. Nothing is run. `results/long/` holds runs
+of 25M steps in the same folders; in the panel of a short run they would take all the room.
 
 A score at a mark is the mean return of all episodes that ended in the last 131,072 steps before it (524,288 after 6.5M;
 in hard mode four times all of this: the blocks of the published curves), one number a run. Differences come with 95 %
@@ -44,7 +45,7 @@ from curves import read_reference
 from figures import plt
 
 HERE = Path(__file__).parent
-MARKS = {"0.5M": 500_000, "1M": 1_000_000, "2M": 2_000_000, "5M": 5_000_000, "25M": 25_000_000}
+MARKS = {"0.5M": 500_000, "1M": 1_000_000, "2M": 2_000_000, "5M": 5_000_000, "10M": 10_000_000, "25M": 25_000_000}
 MARKS |= {"50M": 50_000_000, "100M": 100_000_000, "200M": 200_000_000}
 # What each protocol's runs are held against: the name of the published curves, and what the table calls them.
 PUBLISHED = {
@@ -456,7 +457,6 @@ def report(protocol: Protocol) -> str:
     folder = protocol.folder.resolve()
     place = folder.relative_to(HERE) if folder.is_relative_to(HERE) else folder
     parts = [
-        [f"### {protocol.name}"],
         origins(protocol),
         verdict_table(protocol),
         aggregate_table(protocol),
@@ -474,7 +474,7 @@ def main(args: Args) -> None:
         raise InputError(f"no <protocol>/<algorithm>/<game>/seed<k>.csv is in {args.results}.")
     if missing := [str(path) for path in args.documents if not path.is_file()]:
         raise InputError(f"--documents {missing[0]} is not there: name files with the marks of the tables, or none.")
-    text = "\n".join(map(report, protocols))
+    text = "\n".join(f"### {protocol.name}\n\n{report(protocol)}" for protocol in protocols)
     print(text)
     if not args.documents:
         return

@@ -25,7 +25,7 @@ CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "p
 POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
 SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # run by a call
-# Held while a graph is recorded, and while acting is played back: a recording must meet no random numbers, which actors
+# Held while a graph is recorded, and while acting is replayed: a recording must meet no random numbers, which actors
 # draw then, or right afterwards, when another thread's rehearsal has only begun
 RECORDING = threading.Lock()
 
@@ -34,7 +34,7 @@ def accelerate(agent: nn.Module, mode: str) -> None:
     """Make an agent faster, in place; call this once, before any threads. "eager": on a CPU the encoders run by our
     kernels, and a note on stderr names convolutions that have none. "cudagraphs": on a GPU they do, in bfloat16, and
     acting (`Recorded`) and the encoders' two passes (`RecordedEncode`), which are hundreds of short kernels, are
-    recorded and played back. "compile": torch.compile compiles the encoders; where it cannot, PyTorch says so and runs
+    recorded and replayed. "compile": torch.compile compiles the encoders; where it cannot, PyTorch says so and runs
     them as they are. On a GPU acting is recorded, too. "auto": "cudagraphs" on a GPU, else "eager"."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     devices = {parameter.device.type for parameter in agent.parameters()}
@@ -74,7 +74,7 @@ def compile_encoders(agent: nn.Module) -> None:
 
 class Recorded:
     """A method of an agent on a GPU. Its first call is recorded as a CUDA graph. Calls outside of autograd with tensors
-    of the same shapes play it back, with parameters as they are then (changed in place), random numbers that go on as
+    of the same shapes replay it, with parameters as they are then (changed in place), random numbers that go on as
     without it, and results that later calls leave alone. Other calls run as they are, and so do all in evaluation mode.
     A copy of the agent records anew. PyTorch forbids other threads to draw random numbers on the GPU while a call is
     recorded. Raises TrainingError if it cannot be, as where it waits for the GPU (`.item()`)."""
@@ -111,7 +111,7 @@ class Recorded:
 
 class RecordedEncode:
     """`agent.encode` on a GPU. The first call with gradients for an encoder and a shape of observations is recorded as
-    two CUDA graphs, the forward and the backward pass; later ones play them back, with parameters as they are then
+    two CUDA graphs, the forward and the backward pass; later ones replay them, with parameters as they are then
     (changed in place). Calls run as they are with hooks on modules, from the fifth shape on (a recording keeps its
     activations), and while another call's backward pass may still come."""
 

@@ -78,8 +78,8 @@ class RunArgs:
     micro_batch_size: Positive[int] | None = None
     """steps of a minibatch that go through the network at a time; None: 512 on a CPU, all on a GPU"""
     accelerate: Literal["auto", "eager", "compile", "cudagraphs"] = "auto"
-    """eager: as written, on a CPU by kernels of our own; cudagraphs: on a GPU by ours, recorded and played back;
-    compile: by torch.compile (a minute at the start), acting on a GPU played back; auto: cudagraphs, on a CPU eager"""
+    """eager: as written, on a CPU by kernels of our own; cudagraphs: on a GPU by ours, recorded and replayed;
+    compile: by torch.compile (a minute at the start), acting on a GPU replayed; auto: cudagraphs, on a CPU eager"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
