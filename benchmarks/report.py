@@ -381,7 +381,7 @@ def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
 
 def smoothed(protocol: Protocol, curve: curves.Curve, ends: range) -> list[float]:
     """Scores at `ends`, NaN after the run's end."""
-    return [curves.score(curve, end, protocol.window()) if end <= curve.steps[-1] else math.nan for end in ends]
+    return [curves.score(curve, end, protocol.window(end)) if end <= curve.steps[-1] else math.nan for end in ends]
 
 
 def curve_figure(protocol: Protocol, path: Path) -> None:
@@ -478,7 +478,7 @@ def main(args: Args) -> None:
     print(text)
     if not args.documents:
         return
-    texts = {"report": text}
+    texts = {"report": text, "long": "\n".join(map(report, read_protocols(args.results / "long")))}
     for protocol in protocols:
         if protocol.name == "easy-all":
             texts["results"] = "\n".join([*summary_table(protocol), ""])

@@ -149,13 +149,20 @@ def test_versions_agree():
     assert re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == version
 
 
-@pytest.mark.parametrize("name", ["fruitbot-impala", "starpilot-ppo"])
-def test_shipped_agents_play(name):
-    path = ROOT / f"benchmarks/results/models/{name}.pt"
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("fruitbot-impala", "models/fruitbot-impala"),
+        ("starpilot-impala", "long/easy-all/impala-appo/starpilot/seed1"),
+        ("starpilot-ppo", "models/starpilot-ppo"),
+    ],
+)
+def test_shipped_agents_play(name, run):
+    path, run = ROOT / f"benchmarks/results/models/{name}.pt", ROOT / f"benchmarks/results/{run}"
     model = read_model(path)
     assert model["args"]["runs_dir"] == "runs"  # no folder of the machine that trained it
-    assert curves.read(path.with_suffix(".csv")).steps[-1] == model["step"]
-    assert read_json(path.with_suffix(".meta.json"))["command"].startswith(f"python {model['script']} ")
+    assert curves.read(run.with_suffix(".csv")).steps[-1] == model["step"]
+    assert read_json(run.with_suffix(".meta.json"))["command"].startswith(f"python {model['script']} ")
     agent = f"{readme.label(model['args']['exp_name'])} after {model['step']:,} steps of {model['args']['env_id']}"
     assert f"| `{path.name}` | {agent} " in (ROOT / "benchmarks/README.md").read_text()
     evaluate.main(evaluate.Args(path, episodes=2, num_envs=2, device="cpu"))
