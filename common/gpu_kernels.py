@@ -136,7 +136,7 @@ def convolve(
 
 
 def convolve_backward(x: Tensor, dy: Tensor, relu: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias, as `common.kernels.convolve_backward` has them."""
+    """The gradients of weight and bias, float32, of a convolution of `x`, or relu(x), for frames with gradient `dy`."""
     channels, out, n = x.shape[1], dy.shape[1], x.numel() // x.shape[1]
     pixels, programs = BACKWARD[out]
     steps = triton.cdiv(n, pixels * programs)

@@ -1,11 +1,11 @@
-// Kernels for common/kernels.py: convolution (3x3, stride 1, padding 1), max-pooling (windows of 3x3, stride 2,
-// padding 1), and both at once for RGB frames. Frames are channels-last, [batch, height, width, channels].
+// Kernels for common/kernels.py: max-pooling (windows of 3x3, stride 2, padding 1), convolution (3x3, stride 1, padding 1)
+// with max-pooling after it, and residual blocks. Frames are channels-last, [batch, height, width, channels].
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -33,35 +33,52 @@ void write(V value, void* to) {
     std::memcpy(to, &value, sizeof value);
 }
 
+Floats at_least(Floats floor, Floats x) {  // NaN stays
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)floor, (__m512)x);
+#else
+    return x < floor ? floor : x;
+#endif
+}
+
 struct Float32 {
     float value;
     static Floats load(const Float32* from) { return read<Floats>(from); }
     static void store(Floats x, Float32* to) { write(x, to); }
-    static void relu(const Float32* from, Float32* to) {
-        Floats x = load(from);
-        store(x < 0 ? Floats{} : x, to);  // NaN stays
-    }
     operator float() const { return value; }
 };
 
 struct BFloat16 {
     uint16_t bits;
-    static Ints load_bits(const BFloat16* from) { return __builtin_convertvector(read<Shorts>(from), Ints); }
-    static Floats load(const BFloat16* from) { return (Floats)(load_bits(from) << 16); }
+    static Floats load(const BFloat16* from) {
+#ifdef __AVX512F__  // GCC 12 would convert each half by itself
+        Ints wide = (Ints)_mm512_cvtepu16_epi32(read<__m256i>(from));
+#else
+        Ints wide = __builtin_convertvector(read<Shorts>(from), Ints);
+#endif
+        return (Floats)(wide << 16);
+    }
     static void store(Floats x, BFloat16* to) {  // rounds to nearest, ties to even
+#ifdef __AVX512BF16__
+        write(_mm512_cvtneps_pbh((__m512)x), to);
+#else
         Ints bits = (Ints)x, rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
         Ints nan = Ints{} + 0x7FC0;
         write(__builtin_convertvector(x == x ? rounded : nan, Shorts), to);
-    }
-    static void relu(const BFloat16* from, BFloat16* to) {
-        Shorts bits = read<Shorts>(from);
-        write((Shorts)((bits >= 0x8000) & (bits <= 0xFF80) ? Shorts{} : bits), to);  // -0 to -inf, not NaN
+#endif
     }
     operator float() const {
         uint32_t wide = uint32_t(bits) << 16;
         return read<float>(&wide);
     }
 };
+
+template <typename T>
+Floats rounded(Floats x) {
+    T values[LANES];
+    T::store(x, values);
+    return T::load(values);
+}
 
 // A frame's size, of its LANES channels that are worked on, and of the frame that pooling makes of it.
 struct Size {
@@ -146,6 +163,25 @@ void unpool(const In* dy, const uint8_t* taps, int64_t i, Out* upper, Out* lower
     }
 }
 
+template <typename T>
+void pool_frame(const T* x, T* y, uint8_t* taps, const Size& size, std::vector<Largest>& scratch) {
+    for (int64_t c = 0; c < size.channels; c += LANES) {
+        auto row = [&](int64_t h) { return x + h * size.width * size.channels + c; };
+        pool<T>(row, size.channels, y + c, taps ? taps + c : nullptr, size, scratch);
+    }
+}
+
+template <typename T>
+void unpool_frame(const T* dy, const uint8_t* taps, T* dx, const Size& size) {
+    int64_t row = size.width * size.channels;
+    for (int64_t i = 0; i < size.out_height(); i++)
+        for (int64_t c = 0; c < size.channels; c += LANES) {
+            T* upper = dx + 2 * i * row + c;
+            T* lower = 2 * i + 1 < size.height ? upper + row : nullptr;
+            unpool(dy + c, taps + c, i, upper, lower, size.channels, size);
+        }
+}
+
 // ------------------------------------------------------------------------------------- the convolution of RGB frames
 
 constexpr int RGB = 3, TAPS = 9 * RGB;
@@ -168,7 +204,7 @@ struct Padded {
 };
 
 // LANES channels of row h of the convolution: `out` gets its pixels, and a few more up to a whole group of them.
-void convolve(const Padded& x, int64_t h, const Floats* weights, Floats bias, Floats* out, int64_t width) {
+void convolve_row(const Padded& x, int64_t h, const Floats* weights, Floats bias, Floats* out, int64_t width) {
     for (int64_t j = 0; j < width; j += AT_ONCE) {
         Floats sums[AT_ONCE];
         for (int p = 0; p < AT_ONCE; p++) sums[p] = bias;
@@ -184,7 +220,7 @@ void convolve(const Padded& x, int64_t h, const Floats* weights, Floats bias, Fl
 }
 
 // Add to `sums` [28] for row h what its gradient `dy` gives for the 27 weights of LANES channels.
-void correlate(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64_t width) {
+void correlate_row(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64_t width) {
     for (int a = 0; a < 3; a++) {
         const float* from = x.values.data() + (h + a) * x.row;
         Floats nine[3 * RGB];
@@ -198,61 +234,49 @@ void correlate(const Padded& x, int64_t h, const Floats* dy, Floats* sums, int64
     }
 }
 
-// ------------------------------------------------------------------------------------ convolution, 16 or 32 channels
-
-// A frame with zeros around it, its negative values set to zero if `relu`.
-template <typename T, int IN>
-struct PaddedFrame {
-    int64_t width;
-    std::vector<T> values;
-
-    PaddedFrame(int64_t height, int64_t width) : width(width), values((height + 2) * (width + 2) * IN + IN) {}
-
-    void fill(const T* x, int64_t height, bool relu) {
-        for (int64_t i = 0; i < height; i++) {
-            T* to = at(i + 1, 1);
-            const T* from = x + i * width * IN;
-            if (!relu) std::memcpy(to, from, width * IN * sizeof(T));
-            for (int64_t k = 0; relu && k < width * IN; k += LANES) T::relu(from + k, to + k);
-        }
-    }
-    T* at(int64_t row, int64_t column) { return values.data() + (row * (width + 2) + column) * IN; }
-};
-
-// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be
-// null.
-template <typename T>
-struct Epilogue {
-    const float* bias;
-    const T *gate, *residual;
-
-    Floats start(int channel) const { return bias ? read<Floats>(bias + channel) : Floats{}; }
-    void store(Floats sum, T* y, int64_t at) const {
-        if (gate) sum = T::load(gate + at) <= 0 ? Floats{} : sum;
-        if (residual) sum += T::load(residual + at);
-        T::store(sum, y + at);
-    }
-};
-
-// --------------------------------------------------------------------------------------- float32: Winograd convolution
+// ----------------------------------------------------------------------------- Winograd convolution, 16 or 32 channels
 
 // F(4x4, 3x3) of Lavin and Gray (2016, https://arxiv.org/abs/1509.09308): tiles of 6x6 pixels, which overlap by two, and
 // filters each become 36 points. What these give, multiplied point by point and added up over the channels, becomes 4x4
-// pixels: 36 multiplications in place of 144. Rounding errors are some ten times those of plain convolution.
+// pixels: 36 multiplications in place of 144. All of it is computed in float32, and rounded once. Rounding errors are some
+// ten times those of plain convolution in float32.
 constexpr int POINTS = 36;
-constexpr int STRIP = 32;  // tiles worked on at once: their points stay in the second cache
-constexpr int BLOCK = 4;   // tiles, or input channels, whose sums are in registers at once
+constexpr int STRIP = 32;                    // tiles worked on at once: their points stay in the second cache
+constexpr int SUMS = LANES == 16 ? 16 : 8;  // vectors of sums that stay in registers
+
+// From one point of a strip to the next. At a power of two, all 36 would compete for the same places in the nearest cache.
+template <int CHANNELS>
+constexpr int POINT = STRIP * CHANNELS + 16;
+
+#define INLINE inline __attribute__((always_inline))
+#define APART __attribute__((noinline))  // GCC keeps in memory what a parallel region shares, and with it all that is inlined
+
+// Numbers that begin at a cache line, zero at first.
+struct Aligned {
+    std::vector<Floats> values;
+    explicit Aligned(int64_t size) : values((size + LANES - 1) / LANES) {}
+    float* data() { return (float*)values.data(); }
+    const float* data() const { return (const float*)values.data(); }
+};
 
 template <int N>
 struct Line {
     Floats at[N];
 };
 
-Line<6> input_points(Line<6> d) {  // the paper's B^T d
+Line<3> upper_points(Line<6> d) {  // the first half of the paper's B^T d
     Floats even = d.at[4] - 4 * d.at[2], odd = d.at[3] - 4 * d.at[1];
+    return {4 * d.at[0] - 5 * d.at[2] + d.at[4], even + odd, even - odd};
+}
+
+Line<3> lower_points(Line<6> d) {  // and the second
     Floats near = d.at[4] - d.at[2], far = 2 * (d.at[3] - d.at[1]);
-    Floats first = 4 * d.at[0] - 5 * d.at[2] + d.at[4], last = 4 * d.at[1] - 5 * d.at[3] + d.at[5];
-    return {first, even + odd, even - odd, near + far, near - far, last};
+    return {near + far, near - far, 4 * d.at[1] - 5 * d.at[3] + d.at[5]};
+}
+
+Line<6> input_points(Line<6> d) {
+    Line<3> upper = upper_points(d), lower = lower_points(d);
+    return {upper.at[0], upper.at[1], upper.at[2], lower.at[0], lower.at[1], lower.at[2]};
 }
 
 Line<6> filter_points(Line<3> g) {  // G g
@@ -277,48 +301,109 @@ Line<3> filter_gradient(Line<6> du) {  // G^T du
     return {du.at[0] / 4 - even / 6 + near / 24, far / 12 - odd / 6, near / 6 - even / 6 + du.at[5]};
 }
 
-// Apply one of these functions to the columns and then to the rows of what `get(row, column)` returns; `put(row, column,
-// value)` takes the result.
-template <int FROM, int TO, typename Get, typename Put>
-inline void transform(Line<TO> (&function)(Line<FROM>), Get get, Put put) {
-    Line<TO> columns[FROM];
-    for (int b = 0; b < FROM; b++) {
-        Line<FROM> column;
-        for (int a = 0; a < FROM; a++) column.at[a] = get(a, b);
-        columns[b] = function(column);
-    }
-    for (int a = 0; a < TO; a++) {
+// Apply one of these functions to column `b` of what `get(row, column)` returns.
+template <int FROM, int TO, typename Get>
+INLINE Line<TO> transform_column(Line<TO> (&function)(Line<FROM>), int b, Get get) {
+    Line<FROM> column;
+#pragma GCC unroll 6
+    for (int a = 0; a < FROM; a++) column.at[a] = get(a, b);
+    return function(column);
+}
+
+// Apply one to each row of transformed columns; `put(row, column, value)` takes the result.
+template <int FROM, int ROWS, int TO, typename Put>
+INLINE void transform_rows(Line<TO> (&function)(Line<FROM>), const Line<ROWS> (&columns)[FROM], Put put) {
+#pragma GCC unroll 6
+    for (int a = 0; a < ROWS; a++) {
         Line<FROM> row;
+#pragma GCC unroll 6
         for (int b = 0; b < FROM; b++) row.at[b] = columns[b].at[a];
         Line<TO> result = function(row);
+#pragma GCC unroll 6
         for (int b = 0; b < TO; b++) put(a, b, result.at[b]);
     }
 }
 
-// Some rows of tiles, enough for STRIP of them or the whole frame. Their points are [36, tiles, channels].
-struct Strip {
-    int64_t columns, rows, tiles;
+template <int FROM, int TO, typename Get, typename Put>
+INLINE void transform(Line<TO> (&function)(Line<FROM>), Get get, Put put) {
+    Line<TO> columns[FROM];
+#pragma GCC unroll 6
+    for (int b = 0; b < FROM; b++) columns[b] = transform_column(function, b, get);
+    transform_rows(function, columns, put);
+}
 
-    Strip(int64_t height, int64_t width) : columns(width / 4), rows(std::min(height / 4, (STRIP + columns - 1) / columns)) {
-        tiles = (rows * columns + BLOCK - 1) / BLOCK * BLOCK;
-    }
-    // From one point to the next. At a power of two, all 36 would compete for the same places in the nearest cache.
-    int64_t stride(int channels) const { return tiles * channels + 16; }
+// Frames that follow each other in memory. Their sides are multiples of 4.
+struct Frames {
+    int64_t count, height, width;
+    int64_t pixels() const { return count * height * width; }
+    int64_t tiles() const { return pixels() / 16; }
+};
 
-    int64_t tiles_from(int64_t row, int64_t height) const { return std::min(rows, height / 4 - row) * columns; }
+// A tile: the pixels from row i and column j of frame n on.
+struct Tile {
+    Frames frames;
+    int64_t n = 0, i = 0, j = 0;
 
-    // Call `function(tile, i, j)` for those from this row of tiles on, which give the 4x4 pixels from (i, j) on.
-    template <typename Function>
-    void each_tile(int64_t row, int64_t height, Function function) const {
-        for (int64_t t = 0; t < tiles_from(row, height); t++) function(t, 4 * (row + t / columns), 4 * (t % columns));
+    int64_t pixel(int64_t row, int64_t column) const { return (n * frames.height + i + row) * frames.width + j + column; }
+    void next() {
+        j += 4;
+        if (j == frames.width) j = 0, i += 4;
+        if (i == frames.height) i = 0, n++;
     }
 };
 
+// Call `function(tile, tiles)` for each strip of tiles, with its first and their number.
+template <typename Function>
+void each_strip(Frames frames, Function function) {
+    Tile tile{frames};
+    for (int64_t first = 0; first < frames.tiles(); first += STRIP) {
+        int64_t tiles = std::min<int64_t>(STRIP, frames.tiles() - first);
+        function(tile, tiles);
+        for (int64_t t = 0; t < tiles; t++) tile.next();
+    }
+}
+
+// Three of the six rows of the points `v` of tiles of LANES channels: registers have no room for six.
+template <typename T, int IN>
+INLINE void transform_half(Line<3> (&half)(Line<6>), const T* x, Tile tile, int64_t tiles, Floats floor, float* v) {
+    Line<3> columns[6];
+    for (int64_t t = 0; t < tiles; t++, tile.next(), v += IN) {
+        const T* from = x + tile.pixel(-1, -1) * IN;
+        const int64_t row = tile.frames.width * IN;
+        const bool top = tile.i == 0, bottom = tile.i + 4 == tile.frames.height;
+        const bool left = tile.j == 0, right = tile.j + 4 == tile.frames.width;
+        auto pixel = [&](int a, int b) {
+            bool outside = (top && a == 0) || (bottom && a == 5) || (left && b == 0) || (right && b == 5);
+            return outside ? Floats{} : at_least(floor, T::load(from + a * row + b * IN));
+        };
+        if (t == 0 || left) {
+            columns[0] = transform_column(half, 0, pixel);
+            columns[1] = transform_column(half, 1, pixel);
+        } else {  // the tile before this one had them
+            columns[0] = columns[4];
+            columns[1] = columns[5];
+        }
+#pragma GCC unroll 4
+        for (int b = 2; b < 6; b++) columns[b] = transform_column(half, b, pixel);
+        transform_rows(input_points, columns, [&](int a, int b, Floats x) { write(x, v + (6 * a + b) * POINT<IN>); });
+    }
+}
+
+// The points `v` [36, STRIP, IN] of a strip of frames `x`, or of relu(x), with zeros around each frame.
+template <typename T, int IN>
+APART void transform_tiles(const T* x, Tile tile, int64_t tiles, bool relu, float* v) {
+    const Floats floor = relu ? Floats{} : Floats{} - std::numeric_limits<float>::infinity();
+    for (int c = 0; c < IN; c += LANES) {
+        transform_half<T, IN>(upper_points, x + c, tile, tiles, floor, v + c);
+        transform_half<T, IN>(lower_points, x + c, tile, tiles, floor, v + c + 18 * POINT<IN>);
+    }
+}
+
 // Filters [OUT, IN, 3, 3] as points [36, IN, OUT]; or for the gradient of the frames, with the roles of IN and OUT
-// exchanged and rows and columns in reverse order, from filters [IN, OUT, 3, 3].
-template <int IN, int OUT>
-std::vector<float> transform_filters(const float* filters, bool transposed) {
-    std::vector<float> u(POINTS * IN * OUT);
+// exchanged and rows and columns in reverse order, from filters [IN, OUT, 3, 3]. Filters are rounded to T.
+template <typename T, int IN, int OUT>
+Aligned transform_filters(const float* filters, bool transposed) {
+    Aligned u(POINTS * IN * OUT);
     for (int in = 0; in < IN; in++)
         for (int out = 0; out < OUT; out += LANES) {
             auto get = [&](int a, int b) {
@@ -326,7 +411,7 @@ std::vector<float> transform_filters(const float* filters, bool transposed) {
                 for (int k = 0; k < LANES; k++)
                     taps[k] = transposed ? filters[(in * OUT + out + k) * 9 + 8 - (3 * a + b)]
                                          : filters[((out + k) * IN + in) * 9 + 3 * a + b];
-                return taps;
+                return rounded<T>(taps);
             };
             float* to = u.data() + in * OUT + out;
             transform(filter_points, get, [&](int a, int b, Floats x) { write(x, to + (6 * a + b) * IN * OUT); });
@@ -334,29 +419,61 @@ std::vector<float> transform_filters(const float* filters, bool transposed) {
     return u;
 }
 
-// The points `v` of the tiles in a strip that begins with this row of tiles.
-template <int IN>
-void transform_tiles(PaddedFrame<Float32, IN>& frame, const Strip& strip, int64_t row, int64_t height, float* v) {
-    const int64_t width = frame.width + 2, stride = strip.stride(IN);
-    strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
-        for (int c = 0; c < IN; c += LANES) {
-            const Float32* from = frame.at(i, j) + c;
-            float* to = v + t * IN + c;
-            transform(
-                input_points, [&](int a, int b) { return Float32::load(from + (a * width + b) * IN); },
-                [&](int a, int b, Floats x) { write(x, to + (6 * a + b) * stride); });
+// What becomes of a convolution's sums: bias + sums, zero where `gate` is zero or negative, plus `residual`; each may be
+// null.
+template <typename T>
+struct Epilogue {
+    const float* bias;
+    const T *gate, *residual;
+
+    Floats start(int channel) const { return bias ? read<Floats>(bias + channel) : Floats{}; }
+    void store(Floats sum, T* y, int64_t at) const {
+        if (gate) sum = T::load(gate + at) <= 0 ? Floats{} : sum;
+        if (residual) sum += T::load(residual + at);
+        T::store(sum, y + at);
+    }
+};
+
+// The pixels `y` of a strip, from the sums `m` [36, STRIP, OUT] of its points.
+template <typename T, int OUT>
+APART void transform_sums(const float* m, Tile tile, int64_t tiles, const Epilogue<T> epilogue, T* y) {
+    for (int64_t t = 0; t < tiles; t++, tile.next(), m += OUT)
+        for (int out = 0; out < OUT; out += LANES) {
+            const int64_t to = tile.pixel(0, 0) * OUT + out, row = tile.frames.width * OUT;
+            const Floats bias = epilogue.start(out);
+            auto get = [&](int a, int b) { return read<Floats>(m + out + (6 * a + b) * POINT<OUT>); };
+            auto put = [&](int a, int b, Floats sum) { epilogue.store(bias + sum, y, to + a * row + b * OUT); };
+            transform(output_pixels, get, put);
         }
-    });
+}
+
+// The gradients `dm` [36, STRIP, OUT] of these sums from those of the pixels, which are added to `bias` [OUT].
+template <typename T, int OUT>
+APART void transform_gradients(const T* dy, Tile tile, int64_t tiles, float* dm, float* bias) {
+    for (int64_t t = 0; t < tiles; t++, tile.next(), dm += OUT)
+        for (int out = 0; out < OUT; out += LANES) {
+            const T* from = dy + tile.pixel(0, 0) * OUT + out;
+            const int64_t row = tile.frames.width * OUT;
+            Floats total = read<Floats>(bias + out);
+            auto get = [&](int a, int b) {
+                Floats gradient = T::load(from + a * row + b * OUT);
+                total += gradient;
+                return gradient;
+            };
+            auto put = [&](int a, int b, Floats x) { write(x, dm + out + (6 * a + b) * POINT<OUT>); };
+            transform(output_gradient, get, put);
+            write(total, bias + out);
+        }
 }
 
 // A block of the matrix product of `a`, whose rows lie ROW numbers apart and columns COLUMN, and `b`, whose rows lie OUT
-// apart: BLOCK rows of `a`, all of its `columns`, and BLOCKS * LANES columns of `b`. Written to `to`, or added to what is
-// there.
+// apart: SUMS / BLOCKS rows of `a`, all of its `columns`, and BLOCKS * LANES columns of `b`. Written to `to`, or added to
+// what is there.
 template <int BLOCKS, int ROW, int COLUMN, int OUT>
 inline void multiply_block(const float* a, const float* b, int64_t columns, float* to, bool add) {
-    Floats sums[BLOCK][BLOCKS] = {};
+    Floats sums[SUMS / BLOCKS][BLOCKS] = {};
 #pragma GCC unroll 16
-    for (int p = 0; p < BLOCK; p++)
+    for (int p = 0; p < SUMS / BLOCKS; p++)
         for (int c = 0; c < BLOCKS; c++)
             if (add) sums[p][c] = read<Floats>(to + p * OUT + c * LANES);
 #pragma GCC unroll 4
@@ -364,231 +481,77 @@ inline void multiply_block(const float* a, const float* b, int64_t columns, floa
         Floats own[BLOCKS];
         for (int c = 0; c < BLOCKS; c++) own[c] = read<Floats>(b + k * OUT + c * LANES);
 #pragma GCC unroll 16
-        for (int p = 0; p < BLOCK; p++)
+        for (int p = 0; p < SUMS / BLOCKS; p++)
             for (int c = 0; c < BLOCKS; c++) sums[p][c] += own[c] * a[p * ROW + k * COLUMN];
     }
 #pragma GCC unroll 16
-    for (int p = 0; p < BLOCK; p++)
+    for (int p = 0; p < SUMS / BLOCKS; p++)
         for (int c = 0; c < BLOCKS; c++) write(sums[p][c], to + p * OUT + c * LANES);
 }
 
+// The sums `m` of a strip from its points `v` and those of the filters. Of the last strip some have no meaning.
 template <int IN, int OUT>
-void convolve_frames(const Float32* x, const float* filters, Epilogue<Float32> epilogue, Float32* y, bool relu,
-                     bool transposed, int64_t batch, int64_t height, int64_t width, int threads) {
+APART void multiply(const float* v, const float* u, float* m, int64_t tiles) {
     constexpr int BLOCKS = std::min(2, OUT / LANES);
-    const std::vector<float> u = transform_filters<IN, OUT>(filters, transposed);
-    const Strip strip(height, width);
-#pragma omp parallel num_threads(threads)
-    {
-        PaddedFrame<Float32, IN> frame(height, width);
-        std::vector<float> v(POINTS * strip.stride(IN)), m(POINTS * strip.stride(OUT));
-#pragma omp for
-        for (int64_t n = 0; n < batch; n++) {
-            frame.fill(x + n * height * width * IN, height, relu);
-            for (int64_t row = 0; row < height / 4; row += strip.rows) {
-                transform_tiles(frame, strip, row, height, v.data());
-                for (int point = 0; point < POINTS; point++)
-                    for (int out = 0; out < OUT; out += BLOCKS * LANES)
-                        for (int64_t t = 0; t < strip.tiles; t += BLOCK) {
-                            const float* from = v.data() + point * strip.stride(IN) + t * IN;
-                            const float* own = u.data() + point * IN * OUT + out;
-                            float* to = m.data() + point * strip.stride(OUT) + t * OUT + out;
-                            multiply_block<BLOCKS, IN, 1, OUT>(from, own, IN, to, false);
-                        }
-                strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
-                    for (int out = 0; out < OUT; out += LANES) {
-                        const float* from = m.data() + t * OUT + out;
-                        int64_t to = ((n * height + i) * width + j) * OUT + out;
-                        Floats bias = epilogue.start(out);
-                        transform(
-                            output_pixels,
-                            [&](int a, int b) { return read<Floats>(from + (6 * a + b) * strip.stride(OUT)); },
-                            [&](int a, int b, Floats sum) { epilogue.store(bias + sum, y, to + (a * width + b) * OUT); });
-                    }
-                });
-            }
-        }
-    }
+    for (int point = 0; point < POINTS; point++, v += POINT<IN>, m += POINT<OUT>, u += IN * OUT)
+        for (int out = 0; out < OUT; out += BLOCKS * LANES)
+            for (int64_t t = 0; t < tiles; t += SUMS / BLOCKS)
+                multiply_block<BLOCKS, IN, 1, OUT>(v + t * IN, u + out, IN, m + t * OUT + out, false);
 }
 
-// Gradients of filters and bias: `sums` [threads, 3, 3, IN, OUT] and `bias_sums` [threads, OUT] are written.
+// Add to `du` [36, IN, OUT], the gradient of the filters' points, what a strip's points and gradients give.
 template <int IN, int OUT>
-void correlate_frames(const Float32* x, const Float32* dy, float* sums, float* bias_sums, bool relu, int64_t batch,
-                      int64_t height, int64_t width, int threads) {
+APART void multiply_transposed(const float* v, const float* dm, float* du, int64_t tiles) {
     constexpr int BLOCKS = std::min(2, OUT / LANES);
-    const Strip strip(height, width);
-#pragma omp parallel for num_threads(threads)
-    for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
-        PaddedFrame<Float32, IN> frame(height, width);
-        std::vector<float> v(POINTS * strip.stride(IN)), dm(POINTS * strip.stride(OUT)), du(POINTS * IN * OUT);
-        Floats bias[OUT / LANES] = {};
-        for (int64_t n = thread * batch / threads; n < (thread + 1) * batch / threads; n++) {
-            frame.fill(x + n * height * width * IN, height, relu);
-            for (int64_t row = 0; row < height / 4; row += strip.rows) {
-                transform_tiles(frame, strip, row, height, v.data());
-                strip.each_tile(row, height, [&](int64_t t, int64_t i, int64_t j) {
-                    for (int out = 0; out < OUT; out += LANES) {
-                        const Float32* from = dy + ((n * height + i) * width + j) * OUT + out;
-                        float* to = dm.data() + t * OUT + out;
-                        auto get = [&](int a, int b) {
-                            Floats gradient = Float32::load(from + (a * width + b) * OUT);
-                            bias[out / LANES] += gradient;
-                            return gradient;
-                        };
-                        transform(output_gradient, get, [&](int a, int b, Floats value) {
-                            write(value, to + (6 * a + b) * strip.stride(OUT));
-                        });
-                    }
-                });
-                for (int point = 0; point < POINTS; point++)
-                    for (int in = 0; in < IN; in += BLOCK)
-                        for (int out = 0; out < OUT; out += BLOCKS * LANES) {
-                            const float* inputs = v.data() + point * strip.stride(IN) + in;
-                            const float* outputs = dm.data() + point * strip.stride(OUT) + out;
-                            float* to = du.data() + (point * IN + in) * OUT + out;
-                            int64_t tiles = strip.tiles_from(row, height);
-                            multiply_block<BLOCKS, 1, IN, OUT>(inputs, outputs, tiles, to, true);
-                        }
-            }
-        }
-        float* own = sums + thread * 9 * IN * OUT;
-        for (int k = 0; k < IN * OUT; k += LANES)
-            transform(
-                filter_gradient, [&](int a, int b) { return read<Floats>(&du[(6 * a + b) * IN * OUT + k]); },
-                [&](int a, int b, Floats value) { write(value, own + (3 * a + b) * IN * OUT + k); });
-        for (int c = 0; c < OUT / LANES; c++) write(bias[c], bias_sums + thread * OUT + c * LANES);
-    }
+    for (int point = 0; point < POINTS; point++, v += POINT<IN>, dm += POINT<OUT>, du += IN * OUT)
+        for (int in = 0; in < IN; in += SUMS / BLOCKS)
+            for (int out = 0; out < OUT; out += BLOCKS * LANES)
+                multiply_block<BLOCKS, 1, IN, OUT>(v + in, dm + out, tiles, du + in * OUT + out, true);
 }
 
-// --------------------------------------------------------------------------------- bfloat16: AVX-512's sums of products
+// A thread's room for the points of a strip, before and after the products with the filters.
+struct Room {
+    Aligned v = Aligned(POINTS * POINT<32>), m = Aligned(POINTS * POINT<32>);
+};
 
-#ifdef __AVX512BF16__
-
-// The processor multiplies pairs of bfloat16 values, 16 pairs at a time, and adds the products to 16 float32 sums. A pair
-// is kept in 32 bits, the first value in the lower half.
-typedef int32_t Pair;
-
-Ints pairs(const BFloat16* first, const BFloat16* second) {  // 16 of them
-    return BFloat16::load_bits(first) | (BFloat16::load_bits(second) << 16);
+// Convolve frames `x`, or relu(x), with filters that have been transformed.
+template <typename T, int IN, int OUT>
+void convolve(const T* x, const Aligned& u, Epilogue<T> epilogue, T* y, bool relu, Frames frames, Room& room) {
+    each_strip(frames, [&](Tile tile, int64_t tiles) {
+        transform_tiles<T, IN>(x, tile, tiles, relu, room.v.data());
+        multiply<IN, OUT>(room.v.data(), u.data(), room.m.data(), tiles);
+        transform_sums<T, OUT>(room.m.data(), tile, tiles, epilogue, y);
+    });
 }
 
-void add_products(Floats& sums, Ints a, Pair b) {
-    sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32(b));
-}
-
-// Filters float32 [OUT, IN, 3, 3] as pairs [3, 3, IN / 2, OUT], of two input channels; or for the gradient of the frames,
-// with the roles of IN and OUT exchanged and rows and columns in reverse order, from filters [IN, OUT, 3, 3].
+// The gradients of filters and bias, added up frame by frame.
 template <int IN, int OUT>
-std::vector<Pair> pack(const float* filters, bool transposed) {
-    auto value = [&](int out, int in, int tap) {
-        float x = transposed ? filters[(in * OUT + out) * 9 + 8 - tap] : filters[(out * IN + in) * 9 + tap];
-        uint32_t bits = read<uint32_t>(&x);
-        return x == x ? (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 : 0x7FC0u;
-    };
-    std::vector<Pair> packed(9 * IN / 2 * OUT);
-    for (int tap = 0; tap < 9; tap++)
-        for (int in = 0; in < IN; in += 2)
-            for (int out = 0; out < OUT; out++)
-                packed[(tap * IN / 2 + in / 2) * OUT + out] = value(out, in, tap) | value(out, in + 1, tap) << 16;
-    return packed;
-}
+struct FilterGradient {
+    Aligned du = Aligned(POINTS * IN * OUT), bias = Aligned(OUT);
 
-template <int IN, int OUT>
-void convolve_frames(const BFloat16* x, const float* filters, Epilogue<BFloat16> epilogue, BFloat16* y, bool relu,
-                     bool transposed, int64_t batch, int64_t height, int64_t width, int threads) {
-    constexpr int BLOCKS = OUT / LANES, PIXELS = 16 / BLOCKS;  // as many sums as registers hold beside their operands
-    std::vector<Pair> weights = pack<IN, OUT>(filters, transposed);
-#pragma omp parallel num_threads(threads)
-    {
-        PaddedFrame<BFloat16, IN> frame(height, width);
-#pragma omp for
-        for (int64_t n = 0; n < batch; n++) {
-            frame.fill(x + n * height * width * IN, height, relu);
-            for (int64_t i = 0; i < height; i++)
-                for (int64_t j = 0; j < width; j += PIXELS) {
-                    Floats sums[PIXELS][BLOCKS];
-                    for (int p = 0; p < PIXELS; p++)
-                        for (int c = 0; c < BLOCKS; c++)
-                            sums[p][c] = epilogue.start(c * LANES);
-                    for (int tap = 0; tap < 9; tap++) {
-                        const BFloat16* from = frame.at(i + tap / 3, j + tap % 3);
-                        const Pair* own = weights.data() + tap * IN / 2 * OUT;
-#pragma GCC unroll 4
-                        for (int k = 0; k < IN / 2; k++) {
-                            Ints weight[BLOCKS];
-                            for (int c = 0; c < BLOCKS; c++) weight[c] = read<Ints>(own + k * OUT + c * LANES);
-#pragma GCC unroll 16
-                            for (int p = 0; p < PIXELS; p++)
-                                for (int c = 0; c < BLOCKS; c++)
-                                    add_products(sums[p][c], weight[c], read<Pair>(from + p * IN + 2 * k));
-                        }
-                    }
-                    int64_t at = ((n * height + i) * width + j) * OUT;
-                    for (int p = 0; p < PIXELS; p++)
-                        for (int c = 0; c < BLOCKS; c++, at += LANES) epilogue.store(sums[p][c], y, at);
-                }
-        }
+    template <typename T>
+    void add(const T* x, const T* dy, bool relu, Frames frames, Room& room) {
+        each_strip(frames, [&](Tile tile, int64_t tiles) {
+            transform_tiles<T, IN>(x, tile, tiles, relu, room.v.data());
+            transform_gradients<T, OUT>(dy, tile, tiles, room.m.data(), bias.data());
+            multiply_transposed<IN, OUT>(room.v.data(), room.m.data(), du.data(), tiles);
+        });
     }
-}
-
-// Gradients of filters and bias: `sums` [threads, 3, 3, IN, OUT] and `bias_sums` [threads, OUT] are written.
-template <int IN, int OUT>
-void correlate_frames(const BFloat16* x, const BFloat16* dy, float* sums, float* bias_sums, bool relu, int64_t batch,
-                      int64_t height, int64_t width, int threads) {
-    constexpr int ROWS = 8;  // worked on at once, so that they stay in the nearest cache
-    constexpr int BLOCKS = OUT / LANES, INPUTS = 16 / BLOCKS;
-#pragma omp parallel for num_threads(threads)
-    for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
-        PaddedFrame<BFloat16, IN> frame(height, width);
-        std::vector<Pair> x_pairs((ROWS + 2) * (width + 2) * IN), dy_pairs(ROWS * width / 2 * OUT);
-        std::vector<float> own(9 * IN * OUT);
-        Floats bias[BLOCKS] = {};
-        for (int64_t n = thread * batch / threads; n < (thread + 1) * batch / threads; n++) {
-            frame.fill(x + n * height * width * IN, height, relu);
-            for (int64_t first = 0; first < height; first += ROWS) {
-                int64_t rows = height - first < ROWS ? height - first : ROWS;
-                const BFloat16* from = frame.at(first, 0);  // pairs of neighbouring pixels, from each pixel on
-                for (int64_t k = 0; k < (rows + 2) * (width + 2) * IN; k += LANES)
-                    write(pairs(from + k, from + k + IN), &x_pairs[k]);
-                const BFloat16* gradient = dy + (n * height + first) * width * OUT;  // and from each second pixel on
-                for (int64_t k = 0; k < rows * width / 2 * OUT; k += LANES) {
-                    const BFloat16* left = gradient + k / OUT * 2 * OUT + k % OUT;
-                    write(pairs(left, left + OUT), &dy_pairs[k]);
-                    bias[k % OUT / LANES] += BFloat16::load(left) + BFloat16::load(left + OUT);
-                }
-                for (int tap = 0; tap < 9; tap++)
-                    for (int in = 0; in < IN; in += INPUTS) {
-                        float* to = own.data() + (tap * IN + in) * OUT;
-                        Floats part[INPUTS][BLOCKS];
-#pragma GCC unroll 16
-                        for (int k = 0; k < INPUTS; k++)
-                            for (int c = 0; c < BLOCKS; c++) part[k][c] = read<Floats>(to + k * OUT + c * LANES);
-                        for (int64_t i = 0; i < rows; i++) {
-                            const Pair* inputs = &x_pairs[((i + tap / 3) * (width + 2) + tap % 3) * IN + in];
-                            const Pair* outputs = &dy_pairs[i * width / 2 * OUT];
-                            for (int64_t p = 0; p < width / 2; p++) {
-                                Ints output[BLOCKS];
-                                for (int c = 0; c < BLOCKS; c++) output[c] = read<Ints>(outputs + p * OUT + c * LANES);
-#pragma GCC unroll 16
-                                for (int k = 0; k < INPUTS; k++)
-                                    for (int c = 0; c < BLOCKS; c++)
-                                        add_products(part[k][c], output[c], inputs[2 * p * IN + k]);
-                            }
-                        }
-#pragma GCC unroll 16
-                        for (int k = 0; k < INPUTS; k++)
-                            for (int c = 0; c < BLOCKS; c++) write(part[k][c], to + k * OUT + c * LANES);
-                    }
-            }
+    // To `sums` [3, 3, IN, OUT] and `bias_sums` [OUT].
+    void store(float* sums, float* bias_sums) const {
+        for (int k = 0; k < IN * OUT; k += LANES) {
+            auto get = [&](int a, int b) { return read<Floats>(du.data() + (6 * a + b) * IN * OUT + k); };
+            auto put = [&](int a, int b, Floats x) { write(x, sums + (3 * a + b) * IN * OUT + k); };
+            transform(filter_gradient, get, put);
         }
-        std::memcpy(sums + thread * 9 * IN * OUT, own.data(), own.size() * sizeof(float));
-        for (int c = 0; c < BLOCKS; c++) write(bias[c], bias_sums + thread * OUT + c * LANES);
+        std::copy(bias.data(), bias.data() + OUT, bias_sums);
     }
-}
+};
 
-#endif
+// How many frames go through a whole layer at once: a strip at least, and few enough to stay in the second cache.
+int64_t frames_at_once(int64_t height, int64_t width) { return std::max<int64_t>(1, STRIP * 16 / (height * width)); }
 
-// -------------------------------------------------------------------------------------------------- batches of frames
+// ------------------------------------------------------------------------------------------------------------- layers
 
 template <typename T>
 void pool_forward(const T* x, T* y, uint8_t* taps, int64_t batch, Size size, int threads) {
@@ -597,29 +560,21 @@ void pool_forward(const T* x, T* y, uint8_t* taps, int64_t batch, Size size, int
     {
         std::vector<Largest> scratch;
 #pragma omp for
-        for (int64_t n = 0; n < batch; n++)
-            for (int64_t c = 0; c < size.channels; c += LANES) {
-                auto row = [&](int64_t h) { return x + n * in + h * size.width * size.channels + c; };
-                pool<T>(row, size.channels, y + n * out + c, taps ? taps + n * out + c : nullptr, size, scratch);
-            }
+        for (int64_t n = 0; n < batch; n++) pool_frame(x + n * in, y + n * out, taps ? taps + n * out : nullptr, size, scratch);
     }
 }
 
 template <typename T>
 void pool_backward(const T* dy, const uint8_t* taps, T* dx, int64_t batch, Size size, int threads) {
-    int64_t row = size.width * size.channels, out = size.out(size.out_height(), 0);
+    int64_t in = size.height * size.width * size.channels, out = size.out(size.out_height(), 0);
 #pragma omp parallel for num_threads(threads)
-    for (int64_t n = 0; n < batch; n++)
-        for (int64_t i = 0; i < size.out_height(); i++)
-            for (int64_t c = 0; c < size.channels; c += LANES) {
-                T* upper = dx + (n * size.height + 2 * i) * row + c;
-                T* lower = 2 * i + 1 < size.height ? upper + row : nullptr;
-                unpool(dy + n * out + c, taps + n * out + c, i, upper, lower, size.channels, size);
-            }
+    for (int64_t n = 0; n < batch; n++) unpool_frame(dy + n * out, taps + n * out, dx + n * in, size);
 }
 
+// RGB frames, convolved and pooled row by row.
 template <typename T>
-void conv_pool_forward(const T* x, const float* weights, T* y, uint8_t* taps, int64_t batch, Size size, int threads) {
+void rgb_pool_forward(const T* x, const float* filters, const float* bias, T* y, uint8_t* taps, int64_t batch, Size size,
+                      int threads) {
     int64_t in = size.height * size.width * RGB, out = size.out(size.out_height(), 0);
 #pragma omp parallel num_threads(threads)
     {
@@ -630,10 +585,13 @@ void conv_pool_forward(const T* x, const float* weights, T* y, uint8_t* taps, in
         for (int64_t n = 0; n < batch; n++) {
             padded.fill(x + n * in, size);
             for (int64_t c = 0; c < size.channels; c += LANES) {
-                Floats own[TAPS + 1];
-                for (int k = 0; k <= TAPS; k++) own[k] = read<Floats>(weights + k * size.channels + c);
+                Floats own[TAPS];
+                for (int k = 0; k < TAPS; k++)
+                    for (int lane = 0; lane < LANES; lane++) own[k][lane] = filters[(c + lane) * TAPS + k % RGB * 9 + k / RGB];
+                for (int k = 0; k < TAPS; k++) own[k] = rounded<T>(own[k]);
+                Floats own_bias = rounded<T>(read<Floats>(bias + c));
                 auto row = [&](int64_t h) {
-                    convolve(padded, h, own, own[TAPS], convolved.data(), size.width);
+                    convolve_row(padded, h, own, own_bias, convolved.data(), size.width);
                     return (const Float32*)convolved.data();
                 };
                 pool<Float32>(row, LANES, y + n * out + c, taps ? taps + n * out + c : nullptr, size, scratch);
@@ -643,75 +601,166 @@ void conv_pool_forward(const T* x, const float* weights, T* y, uint8_t* taps, in
 }
 
 template <typename T>
-void conv_pool_backward(
-    const T* x, const T* dy, const uint8_t* taps, float* sums, int64_t batch, Size size, int threads) {
+void rgb_pool_backward(const T* x, const T* dy, const uint8_t* taps, float* sums, float* bias_sums, int64_t batch, Size size,
+                       int threads) {
     int64_t in = size.height * size.width * RGB, out = size.out(size.out_height(), 0);
 #pragma omp parallel for num_threads(threads)
     for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
         Padded padded(size);
-        std::vector<Floats> upper(size.width + 1), lower(size.width + 1);
+        std::vector<Floats> upper(size.width + 1), lower(size.width + 1), total((TAPS + 1) * size.channels / LANES);
         for (int64_t n = thread * batch / threads; n < (thread + 1) * batch / threads; n++) {
             padded.fill(x + n * in, size);
             for (int64_t c = 0; c < size.channels; c += LANES) {
-                Floats own[TAPS + 1] = {};
+                Floats* own = &total[(TAPS + 1) * c / LANES];
                 for (int64_t i = 0; i < size.out_height(); i++) {
                     unpool(dy + n * out + c, taps + n * out + c, i, (Float32*)upper.data(), (Float32*)lower.data(), LANES, size);
-                    correlate(padded, 2 * i, upper.data(), own, size.width);
-                    if (2 * i + 1 < size.height) correlate(padded, 2 * i + 1, lower.data(), own, size.width);
+                    correlate_row(padded, 2 * i, upper.data(), own, size.width);
+                    if (2 * i + 1 < size.height) correlate_row(padded, 2 * i + 1, lower.data(), own, size.width);
                     for (int64_t j = 0; j < size.out_width(); j++) own[TAPS] += T::load(dy + n * out + size.out(i, j) + c);
                 }
-                for (int k = 0; k <= TAPS; k++) {
-                    float* to = sums + (thread * (TAPS + 1) + k) * size.channels + c;
-                    write(read<Floats>(to) + own[k], to);
-                }
+            }
+        }
+        for (int64_t c = 0; c < size.channels; c += LANES) {
+            const Floats* own = &total[(TAPS + 1) * c / LANES];
+            for (int k = 0; k < TAPS; k++) write(own[k], sums + (thread * TAPS + k) * size.channels + c);
+            write(own[TAPS], bias_sums + thread * size.channels + c);
+        }
+    }
+}
+
+template <typename T, int IN, int OUT>
+void conv_pool_forward(const T* x, const float* filters, const float* bias, T* y, uint8_t* taps, int64_t batch, Size size,
+                       int threads) {
+    const Aligned u = transform_filters<T, IN, OUT>(filters, false);
+    const int64_t pixels = size.height * size.width, out = size.out(size.out_height(), 0);
+    const int64_t at_once = frames_at_once(size.height, size.width);
+#pragma omp parallel num_threads(threads)
+    {
+        Room room;
+        std::vector<T> z(at_once * pixels * OUT);
+        std::vector<Largest> scratch;
+#pragma omp for
+        for (int64_t first = 0; first < batch; first += at_once) {
+            Frames frames{std::min(at_once, batch - first), size.height, size.width};
+            convolve<T, IN, OUT>(x + first * pixels * IN, u, {bias, nullptr, nullptr}, z.data(), false, frames, room);
+            for (int64_t n = 0; n < frames.count; n++) {
+                int64_t to = (first + n) * out;
+                pool_frame(z.data() + n * pixels * OUT, y + to, taps ? taps + to : nullptr, size, scratch);
             }
         }
     }
 }
 
+template <typename T, int IN, int OUT>
+void conv_pool_backward(const T* x, const float* filters, const T* dy, const uint8_t* taps, T* dx, float* sums,
+                        float* bias_sums, int64_t batch, Size size, int threads) {
+    const Aligned u = transform_filters<T, OUT, IN>(filters, true);
+    const int64_t pixels = size.height * size.width, out = size.out(size.out_height(), 0);
+    const int64_t at_once = frames_at_once(size.height, size.width);
+#pragma omp parallel for num_threads(threads)
+    for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
+        Room room;
+        FilterGradient<IN, OUT> gradient;
+        std::vector<T> dz(at_once * pixels * OUT);
+        const int64_t end = (thread + 1) * batch / threads;
+        for (int64_t first = thread * batch / threads; first < end; first += at_once) {
+            Frames frames{std::min(at_once, end - first), size.height, size.width};
+            for (int64_t n = 0; n < frames.count; n++)
+                unpool_frame(dy + (first + n) * out, taps + (first + n) * out, dz.data() + n * pixels * OUT, size);
+            gradient.add(x + first * pixels * IN, dz.data(), false, frames, room);
+            if (dx) convolve<T, OUT, IN>(dz.data(), u, {}, dx + first * pixels * IN, false, frames, room);
+        }
+        gradient.store(sums + thread * 9 * IN * OUT, bias_sums + thread * OUT);
+    }
+}
+
+// Residual blocks: h = conv0(relu(x)), y = x + conv1(relu(h)).
+template <typename T, int C>
+void residual_forward(const T* x, const float* filters0, const float* bias0, const float* filters1, const float* bias1, T* h,
+                      T* y, int64_t batch, int64_t height, int64_t width, int threads) {
+    const Aligned u0 = transform_filters<T, C, C>(filters0, false), u1 = transform_filters<T, C, C>(filters1, false);
+    const int64_t at_once = frames_at_once(height, width);
+#pragma omp parallel num_threads(threads)
+    {
+        Room room;
+#pragma omp for
+        for (int64_t first = 0; first < batch; first += at_once) {
+            Frames frames{std::min(at_once, batch - first), height, width};
+            int64_t at = first * height * width * C;
+            convolve<T, C, C>(x + at, u0, {bias0, nullptr, nullptr}, h + at, true, frames, room);
+            convolve<T, C, C>(h + at, u1, {bias1, nullptr, x + at}, y + at, true, frames, room);
+        }
+    }
+}
+
+template <typename T, int C>
+void residual_backward(const T* x, const T* h, const T* dy, const float* filters0, const float* filters1, T* dx, float* sums0,
+                       float* bias_sums0, float* sums1, float* bias_sums1, int64_t batch, int64_t height, int64_t width,
+                       int threads) {
+    const Aligned u0 = transform_filters<T, C, C>(filters0, true), u1 = transform_filters<T, C, C>(filters1, true);
+    const int64_t at_once = frames_at_once(height, width);
+#pragma omp parallel for num_threads(threads)
+    for (int thread = 0; thread < threads; thread++) {  // each adds up an equal share of the frames: the same every time
+        Room room;
+        FilterGradient<C, C> gradient0, gradient1;
+        std::vector<T> dh(at_once * height * width * C);
+        const int64_t end = (thread + 1) * batch / threads;
+        for (int64_t first = thread * batch / threads; first < end; first += at_once) {
+            Frames frames{std::min(at_once, end - first), height, width};
+            int64_t at = first * height * width * C;
+            convolve<T, C, C>(dy + at, u1, {nullptr, h + at, nullptr}, dh.data(), false, frames, room);
+            gradient1.add(h + at, dy + at, true, frames, room);
+            convolve<T, C, C>(dh.data(), u0, {nullptr, x + at, dy + at}, dx + at, false, frames, room);
+            gradient0.add(x + at, dh.data(), true, frames, room);
+        }
+        gradient0.store(sums0 + thread * 9 * C * C, bias_sums0 + thread * C);
+        gradient1.store(sums1 + thread * 9 * C * C, bias_sums1 + thread * C);
+    }
+}
+
 }  // namespace
 
-// `channels` is a multiple of 16, of the pooled frames and those that are pooled; `taps` may be null in forward passes.
-// `weights` and `sums` are float32 [28, channels]: for each row, column and colour of the filters; the last is the bias.
-// `sums` [threads, 28, channels] holds zeros at first.
+// Filters are float32 [OUT, IN, 3, 3], their gradients `sums` [threads, 3, 3, IN, OUT], to be added up over the threads. OUT,
+// `channels`, and the channels of pooled frames are multiples of 16; `taps` may be null in forward passes, and `dx`.
 #define SIZES int64_t batch, int64_t height, int64_t width, int64_t channels, int64_t threads
 #define GIVEN batch, Size{height, width, channels}, threads
-#define KERNELS(T, NAME)                                                                                             \
-    extern "C" void pool_forward_##NAME(const T* x, T* y, uint8_t* taps, SIZES) { pool_forward(x, y, taps, GIVEN); } \
-    extern "C" void pool_backward_##NAME(const T* dy, const uint8_t* taps, T* dx, SIZES) {                           \
-        pool_backward(dy, taps, dx, GIVEN);                                                                          \
-    }                                                                                                                \
-    extern "C" void conv_pool_forward_##NAME(const T* x, const float* weights, T* y, uint8_t* taps, SIZES) {         \
-        conv_pool_forward(x, weights, y, taps, GIVEN);                                                               \
-    }                                                                                                                \
-    extern "C" void conv_pool_backward_##NAME(const T* x, const T* dy, const uint8_t* taps, float* sums, SIZES) {    \
-        conv_pool_backward(x, dy, taps, sums, GIVEN);                                                                \
+#define FORWARD(T) const T *x, const float *filters, const float *bias, T *y, uint8_t *taps, SIZES
+#define BACKWARD(T) const T *x, const float *filters, const T *dy, const uint8_t *taps, T *dx, float *sums, float *bias_sums, SIZES
+
+#define POOLS(T, NAME)                                                                                                \
+    extern "C" void pool_forward_##NAME(const T* x, T* y, uint8_t* taps, SIZES) { pool_forward(x, y, taps, GIVEN); }  \
+    extern "C" void pool_backward_##NAME(const T* dy, const uint8_t* taps, T* dx, SIZES) {                            \
+        pool_backward(dy, taps, dx, GIVEN);                                                                           \
+    }                                                                                                                 \
+    extern "C" void conv_pool_forward_3_##NAME(FORWARD(T)) { rgb_pool_forward(x, filters, bias, y, taps, GIVEN); }    \
+    extern "C" void conv_pool_backward_3_##NAME(BACKWARD(T)) { rgb_pool_backward(x, dy, taps, sums, bias_sums, GIVEN); }
+
+// Of frames with sides that are multiples of 4, and of 16 or 32 channels before and after.
+#define CONVOLUTIONS(T, NAME, IN)                                                                                     \
+    extern "C" void conv_pool_forward_##IN##_##NAME(FORWARD(T)) {                                                     \
+        (channels == 16 ? conv_pool_forward<T, IN, 16> : conv_pool_forward<T, IN, 32>)(                               \
+            x, filters, bias, y, taps, GIVEN);                                                                        \
+    }                                                                                                                 \
+    extern "C" void conv_pool_backward_##IN##_##NAME(BACKWARD(T)) {                                                   \
+        (channels == 16 ? conv_pool_backward<T, IN, 16> : conv_pool_backward<T, IN, 32>)(                             \
+            x, filters, dy, taps, dx, sums, bias_sums, GIVEN);                                                        \
+    }                                                                                                                 \
+    extern "C" void residual_forward_##IN##_##NAME(                                                                   \
+        const T* x, const float* filters0, const float* bias0, const float* filters1, const float* bias1, T* h, T* y, \
+        SIZES) {                                                                                                      \
+        residual_forward<T, IN>(x, filters0, bias0, filters1, bias1, h, y, batch, height, width, threads);            \
+    }                                                                                                                 \
+    extern "C" void residual_backward_##IN##_##NAME(                                                                  \
+        const T* x, const T* h, const T* dy, const float* filters0, const float* filters1, T* dx, float* sums0,       \
+        float* bias_sums0, float* sums1, float* bias_sums1, SIZES) {                                                  \
+        residual_backward<T, IN>(x, h, dy, filters0, filters1, dx, sums0, bias_sums0, sums1, bias_sums1, batch,       \
+                                 height, width, threads);                                                             \
     }
 
-KERNELS(Float32, float32)
-KERNELS(BFloat16, bfloat16)
+#define ALL(T, NAME)          \
+    POOLS(T, NAME)            \
+    CONVOLUTIONS(T, NAME, 16) \
+    CONVOLUTIONS(T, NAME, 32)
 
-// Filters are float32 [OUT, IN, 3, 3] (of the convolution that is meant, if `transposed`); see Epilogue for null pointers.
-// In float32 height and width are multiples of 4; in bfloat16 the width is a multiple of 16, or of 8 for 32 channels.
-#define CONVOLUTIONS(T, NAME, IN, OUT)                                                                                   \
-    extern "C" void conv_forward_##IN##_##OUT##_##NAME(                                                                  \
-        const T* x, const float* filters, const float* bias, const T* gate, const T* residual, T* y, int64_t relu,       \
-        int64_t transposed, int64_t batch, int64_t height, int64_t width, int64_t threads) {                             \
-        Epilogue<T> epilogue{bias, gate, residual};                                                                      \
-        convolve_frames<IN, OUT>(x, filters, epilogue, y, relu, transposed, batch, height, width, threads);              \
-    }                                                                                                                    \
-    extern "C" void conv_backward_##IN##_##OUT##_##NAME(                                                                 \
-        const T* x, const T* dy, float* sums, float* bias_sums, int64_t relu, int64_t batch, int64_t height,             \
-        int64_t width, int64_t threads) {                                                                                \
-        correlate_frames<IN, OUT>(x, dy, sums, bias_sums, relu, batch, height, width, threads);                          \
-    }
-#define ALL_CONVOLUTIONS(T, NAME) \
-    CONVOLUTIONS(T, NAME, 16, 16) \
-    CONVOLUTIONS(T, NAME, 16, 32) \
-    CONVOLUTIONS(T, NAME, 32, 16) \
-    CONVOLUTIONS(T, NAME, 32, 32)
-
-ALL_CONVOLUTIONS(Float32, float32)
-#ifdef __AVX512BF16__
-ALL_CONVOLUTIONS(BFloat16, bfloat16)
-#endif
+ALL(Float32, float32)
+ALL(BFloat16, bfloat16)

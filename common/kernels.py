@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from common.device import cpu_has
 
+# OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
+OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+
 
 @functools.cache
 def build() -> ctypes.CDLL | None:
@@ -28,9 +31,8 @@ def build() -> ctypes.CDLL | None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "kernels.so")
-            # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
-            options = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-o", library, source]
-            subprocess.run(compiler + options, check=True, capture_output=True, text=True, errors="replace", timeout=60)
+            command = [*compiler, *OPTIONS, "-o", library, source]
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=60)
             return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         say_slower(error)
@@ -71,34 +73,63 @@ def suits(x: Tensor) -> bool:
 
 
 def convolves(x: Tensor, weight: Tensor) -> bool:
-    """Whether there is a kernel for this convolution, with 16 or 32 channels before and after: of float32 frames with
-    sides that are multiples of 4 pixels, on a processor with AVX2 but without AVX-512; of bfloat16 frames that are a
-    multiple of 16 pixels wide (8 for 32 channels), on one with AVX-512 BF16 but without AMX. On a GPU of all bfloat16
-    frames, and of up to 3 channels before, if these need no gradient."""
+    """Whether there is a kernel for this convolution. On a CPU: for 16 or 32 channels before and after, and frames with
+    sides that are multiples of 4 pixels, on a processor that is faster with it. On a GPU: for bfloat16 frames with 16
+    or 32 channels after and before, or up to 3 before if the frames need no gradient."""
     if not suits(x) or x.shape[1] != weight.shape[1]:
         return False
     if x.is_cuda:
         return len(weight) in (16, 32) and (x.shape[1] in (16, 32) or (x.shape[1] <= 3 and not x.requires_grad))
-    channels = set(weight.shape[:2])
-    if not channels <= {16, 32}:
-        return False
-    if x.dtype == torch.float32:  # it has not been timed with AVX-512
-        return cpu_has("avx2") and not cpu_has("avx512_f") and x.shape[2] % 4 == x.shape[3] % 4 == 0
-    if cpu_has("amx_bf16"):  # with it, oneDNN is three times as fast
-        return False
-    return hasattr(build(), "conv_forward_16_16_bfloat16") and x.shape[3] % (8 if channels == {32} else 16) == 0
+    known = {*weight.shape[:2]} <= {16, 32} and x.shape[2] % 4 == x.shape[3] % 4 == 0
+    return known and winograd_is_faster(x.dtype)
+
+
+def winograd_is_faster(dtype: torch.dtype) -> bool:
+    """Whether Winograd's convolution takes less time on this processor than PyTorch's, as measured in
+    `benchmarks/NOTES.md`. It needs AVX2. In bfloat16, AMX multiplies so fast that PyTorch's is ahead."""
+    return cpu_has("avx2") and not (dtype == torch.bfloat16 and cpu_has("amx_bf16"))
 
 
 def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)` by such kernels as there are, for float32 weights
     [K, C, 3, 3] with K a multiple of 16: [B, C, H, W] -> [B, K, ceil(H / 2), ceil(W / 2)], summed in float32."""
-    if x.is_cpu and suits(x) and x.shape[1] == weight.shape[1] == 3 and not x.requires_grad:
-        return MaxPoolFunction.apply(torch.is_grad_enabled(), x, weight, bias)
+    rgb = x.is_cpu and suits(x) and x.shape[1] == weight.shape[1] == 3 and not x.requires_grad
+    if rgb or (x.is_cpu and convolves(x, weight)):
+        return ConvMaxPoolFunction.apply(torch.is_grad_enabled(), x, weight, bias)
     y = ConvFunction.apply(x, weight, bias) if convolves(x, weight) else F.conv2d(x, weight, bias, padding=1)
     return MaxPoolFunction.apply(torch.is_grad_enabled(), y) if suits(y) else F.max_pool2d(y, 3, 2, 1)
 
 
+class ConvMaxPoolFunction(torch.autograd.Function):
+    """On a CPU, the convolution of RGB frames, or one that `convolves`, and max-pooling. Weights are rounded to the
+    frames' dtype, as autocast does."""
+
+    @staticmethod
+    def forward(ctx, need_grad: bool, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        y = new_frames(x, len(weight), (height + 1) // 2, (width + 1) // 2)
+        taps = torch.empty_like(y, dtype=torch.uint8) if need_grad else None  # where windows have their largest value
+        filters = weight.contiguous(), bias.contiguous()
+        call(f"conv_pool_forward_{channels}_{x.dtype}", x, *filters, y, taps, batch, height, width, len(weight))
+        ctx.save_for_backward(x, weight, taps)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, taps = ctx.saved_tensors
+        batch, channels, height, width = x.shape
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = new_frames(x, channels, height, width) if ctx.needs_input_grad[1] else None
+        sums = new_sums(weight)
+        given = x, weight.contiguous(), dy, taps, dx, *sums, batch, height, width, len(weight)
+        call(f"conv_pool_backward_{channels}_{x.dtype}", *given)
+        return None, dx, *filter_gradient(*sums)
+
+
 class ConvFunction(torch.autograd.Function):
+    """On a GPU, a convolution that `convolves`."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -110,7 +141,7 @@ class ConvFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = convolve(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, *convolve_backward(x, dy)
+        return dx, *gpu().convolve_backward(x, dy, False)
 
 
 class ResidualBlockFunction(torch.autograd.Function):
@@ -118,58 +149,58 @@ class ResidualBlockFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight0: Tensor, bias0: Tensor, weight1: Tensor, bias1: Tensor) -> Tensor:
-        h = convolve(x, weight0, bias0, relu=True)
+        if x.is_cuda:
+            h = convolve(x, weight0, bias0, relu=True)
+            y = convolve(h, weight1, bias1, residual=x, relu=True)
+        else:
+            (batch, channels, height, width), h, y = x.shape, torch.empty_like(x), torch.empty_like(x)
+            filters = [each.contiguous() for each in (weight0, bias0, weight1, bias1)]
+            call(f"residual_forward_{channels}_{x.dtype}", x, *filters, h, y, batch, height, width, channels)
         ctx.save_for_backward(x, h, weight0, weight1)
-        return convolve(h, weight1, bias1, residual=x, relu=True)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
         x, h, weight0, weight1 = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dh = convolve(dy, weight1, gate=h)
-        dx = convolve(dh, weight0, gate=x, residual=dy)
-        return dx, *convolve_backward(x, dh, relu=True), *convolve_backward(h, dy, relu=True)
+        if x.is_cuda:
+            dh = convolve(dy, weight1, gate=h)
+            dx = convolve(dh, weight0, gate=x, residual=dy)
+            return dx, *gpu().convolve_backward(x, dh, True), *gpu().convolve_backward(h, dy, True)
+        (batch, channels, height, width), dx = x.shape, torch.empty_like(x)
+        sums0, sums1 = new_sums(weight0), new_sums(weight1)
+        given = x, h, dy, weight0.contiguous(), weight1.contiguous(), dx, *sums0, *sums1, batch, height, width, channels
+        call(f"residual_backward_{channels}_{x.dtype}", *given)
+        return dx, *filter_gradient(*sums0), *filter_gradient(*sums1)
 
 
 class MaxPoolFunction(torch.autograd.Function):
-    """Pools frames, or the convolution of RGB frames with `filters`: weight and bias, rounded to the frames' dtype as
-    autocast does. Where a window has its largest value twice, the first gets all of the gradient, as in PyTorch."""
+    """Where a window has its largest value twice, the first gets all of the gradient, as in PyTorch."""
 
     @staticmethod
-    def forward(ctx, need_grad: bool, x: Tensor, *filters: Tensor) -> Tensor:
-        (batch, channels, height, width), kernel = x.shape, "pool_forward"
-        if filters:
-            weight, bias = filters
-            kernel, channels = "conv_pool_forward", len(weight)
-            filters = [torch.cat([weight.permute(2, 3, 1, 0).reshape(27, channels), bias[None]]).to(x.dtype).float()]
+    def forward(ctx, need_grad: bool, x: Tensor) -> Tensor:
+        batch, channels, height, width = ctx.shape = x.shape
         y = new_frames(x, channels, (height + 1) // 2, (width + 1) // 2)
         taps = torch.empty_like(y, dtype=torch.uint8) if need_grad else None  # where windows have their largest value
         if x.is_cuda:
             gpu().max_pool(x, y, taps)
         else:
-            call(f"{kernel}_{x.dtype}", x, *filters, y, taps, batch, height, width, channels)
-        ctx.shape = x.shape
-        ctx.save_for_backward(taps, *([x] if filters else []))
+            call(f"pool_forward_{x.dtype}", x, y, taps, batch, height, width, channels)
+        ctx.save_for_backward(taps)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (taps, *convolved), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
+    def backward(ctx, dy: Tensor) -> tuple[None, Tensor]:
+        (taps,), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
         dy = dy.contiguous(memory_format=torch.channels_last)
-        if not convolved:
-            dx = new_frames(dy, channels, height, width)
-            if dy.is_cuda:
-                gpu().max_pool_backward(dy, taps, dx)
-            else:
-                call(f"pool_backward_{dy.dtype}", dy, taps, dx, batch, height, width, channels)
-            return None, dx
-        channels = dy.shape[1]
-        sums = dy.new_zeros(torch.get_num_threads(), 28, channels, dtype=torch.float32)
-        call(f"conv_pool_backward_{dy.dtype}", *convolved, dy, taps, sums, batch, height, width, channels)
-        sums = sums.sum(0)
-        return None, None, sums[:27].view(3, 3, 3, channels).permute(3, 2, 0, 1), sums[27]
+        dx = new_frames(dy, channels, height, width)
+        if dy.is_cuda:
+            gpu().max_pool_backward(dy, taps, dx)
+        else:
+            call(f"pool_backward_{dy.dtype}", dy, taps, dx, batch, height, width, channels)
+        return None, dx
 
 
 def new_frames(x: Tensor, channels: int, height: int, width: int) -> Tensor:
@@ -177,28 +208,23 @@ def new_frames(x: Tensor, channels: int, height: int, width: int) -> Tensor:
     return x.new_empty(len(x), height, width, channels).permute(0, 3, 1, 2)
 
 
+def new_sums(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What the gradients of weight [K, C, 3, 3] and bias add up to in each thread, float32, for a kernel to fill."""
+    threads, (channels, out_channels) = torch.get_num_threads(), (weight.shape[1], len(weight))
+    return weight.new_empty(threads, 3, 3, channels, out_channels), weight.new_empty(threads, out_channels)
+
+
+def filter_gradient(sums: Tensor, bias_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias from these."""
+    return sums.sum(0).permute(3, 2, 0, 1), bias_sums.sum(0)
+
+
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate=None, residual=None, relu=False) -> Tensor:
-    """Convolve `x`, or relu(x); of the sums and the bias, keep those where `gate` is positive, and add `residual`.
-    Without a bias, turn the gradient of a convolution's output into that of its input."""
-    (batch, channels, height, width), transposed = x.shape, bias is None
-    y = new_frames(x, weight.shape[1] if transposed else len(weight), height, width)
-    if x.is_cuda:
-        gpu().convolve(x, weight, bias, gate, residual, y, relu)
-        return y
-    given = x, weight.contiguous(), None if transposed else bias.contiguous(), gate, residual, y, relu, transposed
-    call(f"conv_forward_{channels}_{y.shape[1]}_{y.dtype}", *given, batch, height, width)
+    """Convolve `x`, or relu(x), on a GPU; of the sums and the bias, keep those where `gate` is positive, and add
+    `residual`. Without a bias, turn the gradient of a convolution's output into that of its input."""
+    y = new_frames(x, weight.shape[1] if bias is None else len(weight), *x.shape[2:])
+    gpu().convolve(x, weight, bias, gate, residual, y, relu)
     return y
-
-
-def convolve_backward(x: Tensor, dy: Tensor, *, relu: bool = False) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias, float32, of a convolution of `x`, or relu(x)."""
-    if x.is_cuda:
-        return gpu().convolve_backward(x, dy, relu)
-    (batch, channels, height, width), out_channels, threads = x.shape, dy.shape[1], torch.get_num_threads()
-    sums = x.new_empty(threads, 3, 3, channels, out_channels, dtype=torch.float32)
-    bias = x.new_empty(threads, out_channels, dtype=torch.float32)
-    call(f"conv_backward_{channels}_{out_channels}_{x.dtype}", x, dy, sums, bias, relu, batch, height, width)
-    return sums.sum(0).permute(3, 2, 0, 1), bias.sum(0)
 
 
 def call(kernel: str, *arguments: Tensor | int | None) -> None:

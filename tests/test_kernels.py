@@ -3,9 +3,7 @@
 import copy
 import functools
 import itertools
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,19 +12,30 @@ import torch.nn.functional as F
 
 from common import kernels
 from common.device import cpu_has
-from common.kernels import ConvFunction, MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
+from common.kernels import MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
-has_bf16 = hasattr(kernels.build(), "conv_forward_16_16_bfloat16")
-needs_bf16 = pytest.mark.skipif(not has_bf16, reason="no AVX-512 BF16 here")
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
+build = kernels.build
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(autouse=True)
-def processor(monkeypatch):
+@functools.cache
+def with_8_lanes():
+    """The kernels as they are where vectors have 8 numbers, not 16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "OPTIONS", [*kernels.OPTIONS, "-mno-avx512f"])
+        return build.__wrapped__()
+
+
+@pytest.fixture(autouse=True, params=["native", "8 lanes"])
+def processor(request, monkeypatch):
     """Convolutions are tested also on processors where PyTorch's take their place."""
     if kernels.build() is None:
         assert not Path("/usr/bin/c++").exists(), "the kernels would be untested"
         pytest.skip("no C++ compiler here")
+    if request.param == "8 lanes":
+        if not cpu_has("avx512_f"):
+            pytest.skip("vectors have 8 lanes here anyway")
+        monkeypatch.setattr(kernels, "build", with_8_lanes)
     monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "avx2")
 
 
@@ -136,7 +145,7 @@ def test_convolution_and_pooling_equal_pytorch(channels, height, width, ran, mon
     expected.backward(dy.double())
     for mine, other in ((ours.weight, theirs[0].weight), (ours.bias, theirs[0].bias)):
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
-    assert ran == ["conv_pool_forward_float32", "conv_pool_backward_float32"]
+    assert ran == ["conv_pool_forward_3_float32", "conv_pool_backward_3_float32"]
     again = torch.autograd.grad(run(x, ours), [ours.weight, ours.bias], dy)
     assert torch.equal(again[0], ours.weight.grad)
     assert torch.equal(again[1], ours.bias.grad)
@@ -162,10 +171,10 @@ def test_bfloat16_convolutions_are_summed_in_float32_and_rounded_once():
 @pytest.mark.parametrize(
     ("x", "expected"),
     [
-        (rgb(2, 8, 8), ["conv_pool_forward_float32"]),
+        (rgb(2, 8, 8), ["conv_pool_forward_3_float32"]),
         (rgb(2, 8, 8).contiguous(), []),  # PyTorch's convolution keeps that layout
         (rgb(2, 8, 8, torch.float64), []),
-        (rgb(0, 8, 8), ["conv_pool_forward_float32"]),
+        (rgb(0, 8, 8), ["conv_pool_forward_3_float32"]),
         (rgb(2, 8, 8)[:, :1].contiguous(memory_format=torch.channels_last), ["pool_forward_float32"]),
         (rgb(2, 8, 8).requires_grad_(), ["pool_forward_float32"]),
     ],
@@ -200,10 +209,17 @@ def convolutions(*channels: int) -> list[nn.Conv2d]:
     return layers
 
 
-def convolution(x, conv):
+def pooled_convolution(x, conv):
     with autocast(x):
         assert convolves(x, conv.weight)
-    return ConvFunction.apply(x, conv.weight, conv.bias)
+        return conv_max_pool(x, conv.weight, conv.bias)
+
+
+def pooled_formula(x, conv):
+    """Convolved frames are rounded before the largest of a window is taken."""
+    y = conv(x)
+    rounded = y.detach().bfloat16().double() if pooled_formula.dtype == torch.bfloat16 else y.detach()
+    return reference(y + (rounded - y).detach())
 
 
 def residual_block(x, conv0, conv1):
@@ -238,40 +254,45 @@ def check_against_float64(ours, formula, x, layers):
         assert (mine.double() - other).abs().max() < 8 * tolerance * scale + tolerance * other.abs().max()
 
 
-SIZES = [(16, 32, 32), (16, 3, 16), (16, 1, 48), (32, 16, 16), (32, 8, 8), (32, 9, 24), (32, 1, 8), (32, 17, 40)]
-SIZES = [pytest.param(torch.bfloat16, *size, marks=needs_bf16) for size in SIZES]
-TILED = [(16, 32, 32), (32, 16, 16), (32, 8, 8), (16, 4, 4), (16, 4, 200), (32, 20, 12), (32, 36, 20)]
-SIZES += [(torch.float32, *size) for size in TILED]  # the last three fill no strip of tiles
-
-
-@pytest.mark.parametrize(("dtype", "channels", "height", "width"), SIZES)
-def test_residual_block(dtype, channels, height, width, ran):
-    layers = convolutions(channels, channels, channels)
-    check_against_float64(residual_block, block_formula, random_frames(dtype, 5, channels, height, width), layers)
-    name = f"{channels}_{channels}_{dtype}".replace("torch.", "")
-    assert ran == [f"conv_{way}_{name}" for way in ["forward"] * 4 + ["backward"] * 2]
+SIZES = [(16, 32, 32), (32, 16, 16), (32, 8, 8), (16, 4, 4), (16, 4, 200), (32, 20, 12), (32, 36, 20)]
 
 
 @both_dtypes
-@pytest.mark.parametrize(("before", "after", "height", "width"), [(16, 32, 32, 32), (32, 32, 16, 16), (32, 16, 5, 16)])
-def test_convolution(dtype, before, after, height, width, monkeypatch):
-    height = height if dtype == torch.bfloat16 else (height + 3) // 4 * 4
+@pytest.mark.parametrize(("channels", "height", "width"), SIZES)  # the last three fill no strip of tiles
+def test_residual_block(dtype, channels, height, width, ran):
+    layers = convolutions(channels, channels, channels)
+    check_against_float64(residual_block, block_formula, random_frames(dtype, 5, channels, height, width), layers)
+    name = f"{channels}_{dtype}".replace("torch.", "")
+    assert ran == [f"residual_forward_{name}", f"residual_backward_{name}"]
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    ("before", "after", "height", "width"), [(16, 32, 16, 16), (32, 32, 8, 8), (32, 16, 4, 12), (16, 16, 20, 8)]
+)
+def test_convolution_and_pooling(dtype, before, after, height, width, ran, monkeypatch):
+    """Few enough windows that in float32 none has its two largest values as near to each other as rounding errors."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # which share five frames unequally
+    monkeypatch.setattr(pooled_formula, "dtype", dtype, raising=False)
     x = random_frames(dtype, 5, before, height, width)
-    check_against_float64(convolution, lambda x, conv: conv(x), x, convolutions(before, after))
+    check_against_float64(pooled_convolution, pooled_formula, x, convolutions(before, after))
+    name = f"{before}_{dtype}".replace("torch.", "")
+    assert ran == [f"conv_pool_forward_{name}", f"conv_pool_backward_{name}"]
+    y = pooled_convolution(x.detach(), *(layers := convolutions(before, after)))  # frames that need no gradient
+    y.sum().backward()
+    assert layers[0].weight.grad.isfinite().all()
 
 
 @both_dtypes
 def test_gradients_stop_where_a_relu_is_zero(dtype):
-    """With weights of one tap a block's gradients are sums of few small numbers, exact in bfloat16. In float32 a sum of
-    0 may be rounded to either side, so a bias keeps those of the first convolution away from it."""
+    """With weights of one tap a block's gradients are sums of few small numbers. A sum of 0 may be rounded to either
+    side, so a bias keeps those of the first convolution away from it."""
     conv0, conv1 = convolutions(16, 16, 16)
     for conv in (conv0, conv1):
-        nn.init.constant_(conv.bias, 0 if dtype == torch.bfloat16 else 0.5)
+        nn.init.constant_(conv.bias, 0.5)
         conv.weight.data = torch.zeros(16, 16, 3, 3)
         conv.weight.data[:, :, 0, 1] = torch.eye(16).flip(0)
-    height = 6 if dtype == torch.bfloat16 else 8
-    x = torch.randint(-2, 3, (3, 16, height, 16)).to(dtype).contiguous(memory_format=torch.channels_last)
+    x = torch.randint(-2, 3, (3, 16, 8, 16)).to(dtype).contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
     other = x.detach().float().requires_grad_()
     y, expected = residual_block(x, conv0, conv1), block_formula(other, conv0, conv1)
@@ -280,7 +301,7 @@ def test_gradients_stop_where_a_relu_is_zero(dtype):
     mine = [conv.weight.grad.clone() for conv in (conv0, conv1)]
     conv0.zero_grad(), conv1.zero_grad()
     expected.backward(dy.float())
-    rounding = {"rtol": 0, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
+    rounding = {"rtol": 1e-4, "atol": 1e-3}
     torch.testing.assert_close(y.float(), expected, **rounding)
     torch.testing.assert_close(x.grad.float(), other.grad, **rounding)
     torch.testing.assert_close(mine[0], conv0.weight.grad, **rounding)
@@ -289,7 +310,7 @@ def test_gradients_stop_where_a_relu_is_zero(dtype):
 
 @both_dtypes
 def test_nan_goes_through_a_residual_block(dtype):
-    """In float32 to all pixels of the tiles that it is in, which is further than in PyTorch."""
+    """To all pixels of the tiles that it is in, which is further than in PyTorch."""
     x = random_frames(dtype, 2, 16, 4, 16).detach()
     x[0, 3, 1, 1] = float("nan")
     x.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)[1, 0, 0, 0] = -1  # a NaN with a sign
@@ -297,7 +318,6 @@ def test_nan_goes_through_a_residual_block(dtype):
     y = residual_block(x, *convolutions(16, 16, 16))
     expected = block_formula(x.detach().float(), *convolutions(16, 16, 16)).isnan()
     assert torch.equal(y.isnan() & expected, expected)
-    assert dtype == torch.float32 or torch.equal(y.isnan(), expected)
     y.sum().backward()
     assert not x.grad.isnan().any()  # as in PyTorch: the gradients of a sum do not depend on where it is NaN
 
@@ -336,26 +356,22 @@ def test_parameters_in_strides_and_another_default_dtype(dtype):
 @pytest.mark.parametrize(
     ("shape", "channels", "expected"),
     [
-        ((2, 16, 8, 16), (16, 16), {torch.float32, torch.bfloat16}),
-        ((2, 16, 8, 16), (16, 32), {torch.float32, torch.bfloat16}),
-        ((2, 32, 8, 8), (32, 32), {torch.float32, torch.bfloat16}),
-        ((2, 16, 8, 8), (16, 16), {torch.float32}),
-        ((2, 32, 8, 8), (32, 16), {torch.float32}),
-        ((2, 32, 8, 12), (32, 32), {torch.float32}),
-        ((2, 32, 7, 8), (32, 32), {torch.bfloat16}),
-        ((2, 32, 8, 10), (32, 32), set()),
-        ((2, 48, 8, 16), (48, 48), set()),
-        ((2, 16, 8, 16), (32, 32), set()),
+        ((2, 16, 8, 16), (16, 16), True),
+        ((2, 16, 8, 16), (16, 32), True),
+        ((2, 32, 8, 8), (32, 32), True),
+        ((2, 32, 4, 12), (32, 16), True),
+        ((2, 32, 7, 8), (32, 32), False),
+        ((2, 32, 8, 10), (32, 32), False),
+        ((2, 48, 8, 16), (48, 48), False),
+        ((2, 16, 8, 16), (32, 32), False),
     ],
-    ids=["16", "16 to 32", "32", "8 wide", "32 to 16", "12 wide", "7 high", "10 wide", "48", "other weights"],
+    ids=["16", "16 to 32", "32", "32 to 16", "7 high", "10 wide", "48", "other weights"],
 )
 def test_which_convolutions_have_kernels(shape, channels, expected, monkeypatch):
     """On processors for which they have been found to be faster than PyTorch's."""
     (conv,) = convolutions(*channels)
 
     def found(*features: str) -> set[torch.dtype]:
-        built = {"conv_forward_16_16_bfloat16": None} if "avx512_bf16" in features else {}
-        monkeypatch.setattr(kernels, "build", lambda: SimpleNamespace(**built))
         monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions in features)
         dtypes = set()
         for x in (random_frames(dtype, *shape) for dtype in (torch.float32, torch.bfloat16)):
@@ -364,50 +380,13 @@ def test_which_convolutions_have_kernels(shape, channels, expected, monkeypatch)
                 assert not convolves(x.contiguous(), conv.weight)
         return dtypes
 
-    assert found("avx2") == expected & {torch.float32}
-    assert found("avx2", "avx512_f") == set()
-    assert found("avx2", "avx512_f", "avx512_bf16") == expected & {torch.bfloat16}
-    assert found("avx2", "avx512_f", "avx512_bf16", "amx_bf16") == set()
+    both = {torch.float32, torch.bfloat16} if expected else set()
+    assert found() == set()
+    assert found("avx2") == both
+    assert found("avx2", "avx512_f") == both
+    assert found("avx2", "avx512_f", "avx512_bf16") == both
+    assert found("avx2", "avx512_f", "avx512_bf16", "amx_bf16") == both & {torch.float32}
     monkeypatch.undo()
     for amx in (True, False):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx})
         assert cpu_has("amx_bf16") == amx
-
-
-# ------------------------------------------------------------------------------------------------------- the compiler
-
-
-@pytest.fixture
-def rebuilt(monkeypatch):
-    """As if nothing had been compiled yet."""
-    monkeypatch.setattr(kernels, "build", functools.cache(kernels.build.__wrapped__))
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"], ids=["missing", "failing"])
-def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler, rebuilt, ran, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", compiler)
-    x, (conv, plain) = rgb(2, 8, 8), layers()
-    assert torch.equal(run(x, conv), plain(x))
-    assert torch.equal(run(x, conv), plain(x))
-    assert not ran
-    assert capsys.readouterr().err.count("note: convolution and max-pooling run PyTorch's slower kernels") == 1
-
-
-@pytest.mark.parametrize("output", ["", "echo warning >&2"], ids=["silent", "with output"])
-def test_a_compiler_that_hangs_is_given_up(output, rebuilt, tmp_path, monkeypatch, capsys):
-    compiler, run, waited = tmp_path / "hangs", subprocess.run, []
-    compiler.write_text(f"#!/bin/sh\n{output}\nsleep 9\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(
-        subprocess, "run", lambda *given, timeout, **named: waited.append(timeout) or run(*given, timeout=0.5, **named)
-    )
-    assert kernels.build() is None
-    assert waited == [60]
-    assert "note: convolution and max-pooling run PyTorch's slower kernels" in capsys.readouterr().err
-
-
-def test_an_empty_name_of_a_compiler_is_none(rebuilt, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", " ")
-    assert kernels.build() is not None
-    assert not capsys.readouterr().err
