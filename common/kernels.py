@@ -5,10 +5,13 @@ ours gain."""
 
 import ctypes
 import functools
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -26,17 +29,76 @@ OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 @functools.cache
 def build() -> ctypes.CDLL | None:
     """The kernels, which `$CXX` or else `c++` compiles for this processor in seconds; None, and a note on stderr,
-    where that fails. Call this before there are threads: two that come at the same time would both compile."""
+    where that fails. The user's cache folder keeps them for later runs. Call this before there are threads: two that
+    come at the same time would both compile."""
     compiler, source = os.environ.get("CXX", "").split() or ["c++"], Path(__file__).with_suffix(".cpp")
     try:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "kernels.so")
+            kept = kept_library(compiler, OPTIONS, source) or Path(folder, "not-kept.so")
+            with suppress(OSError):  # none is kept, or it cannot be loaded
+                library.write_bytes(read_library(kept))
+                return ctypes.CDLL(str(library))
             command = [*compiler, *OPTIONS, "-o", library, source]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=60)
-            return ctypes.CDLL(str(library))
+            kernels = ctypes.CDLL(str(library))
+            with suppress(OSError):  # the folder is read-only or full
+                write_library(kept, library.read_bytes())
+            return kernels
     except (OSError, subprocess.SubprocessError) as error:
         say_slower(error)
         return None
+
+
+def kept_library(compiler: list[str], options: list[str], source: Path) -> Path | None:
+    """Where the user's cache folder keeps what this compiler makes of `source` on this processor; None if other users
+    may write to that folder, if it cannot be made, or if the compiler does not describe itself."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        parent = given if given.is_absolute() else Path.home() / ".cache"
+        folder = parent / "ppo-ppg-impala"
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.stat().st_mode & 0o002:
+            return None
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not is_private(folder.lstat()):
+            return None
+    except (OSError, RuntimeError):  # the latter: there is no home
+        return None
+    parts = [compiler, shutil.which(compiler[0]), options, source.read_bytes()]
+    # Processors of several kinds may share a home folder. The macros that GCC and Clang predefine tell which processor
+    # and which instructions "native" stands for.
+    for question in (["--version"], [*options, "-E", "-dM", "-x", "c++", os.devnull]):
+        answer = subprocess.run([*compiler, *question], capture_output=True, timeout=60)
+        if answer.returncode != 0:
+            return None
+        parts.append(answer.stdout)
+    return folder / f"kernels-{hashlib.sha256(repr(parts).encode()).hexdigest()}.so"
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether this is a file or folder of the user's, and nobody else may write to it. Links count as writable."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def read_library(path: Path) -> bytes:
+    """What `write_library` has written. Raises OSError if it is missing or damaged, or others could have written it."""
+    with path.open("rb") as file:
+        private = is_private(os.fstat(file.fileno()))
+        content = file.read()
+    if not private or hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        raise OSError(f"{path} is damaged or not private")
+    return content
+
+
+def write_library(path: Path, library: bytes) -> None:
+    """Write a library and its hash, for a part of a library can kill the process that loads it. Several processes may
+    do so at once: each moves a whole file into place."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        temporary = Path(folder, "kernels.so")
+        temporary.touch(mode=0o600)  # private under any umask
+        temporary.write_bytes(library + hashlib.sha256(library).digest())
+        temporary.replace(path)
 
 
 @functools.cache
