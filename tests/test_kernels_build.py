@@ -97,7 +97,7 @@ def test_a_second_run_compiles_nothing(given, compilations, kept, tmp_path, monk
 
 
 def test_a_kept_library_is_of_one_source_compiler_options_and_processor(kept, tmp_path, monkeypatch):
-    answers = 'case "$*" in --version) echo "$VERSION";; *-march=native*-dM*) test "$MACROS" && echo "$MACROS";; esac'
+    answers = 'case "$*" in *--version) echo "$VERSION";; *-march=native*-dM*) test "$MACROS" && echo "$MACROS";; esac'
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "compiler").write_text(f"#!/bin/sh\n{answers}\n")
@@ -160,14 +160,16 @@ def test_a_damaged_or_foreign_library_is_compiled_again(spoil, compilations, kep
     assert [compilations(), compilations()] == [1, 0]
 
 
-@pytest.mark.parametrize("home", ["/dev/null", pytest.param("~", id="none"), pytest.param(None, id="full")])
-def test_where_nothing_can_be_kept_each_run_compiles(home, compilations, kept, monkeypatch):
+@pytest.mark.parametrize("home", ["/dev/null", "missing", pytest.param("~", id="none"), pytest.param(None, id="full")])
+def test_where_nothing_can_be_kept_each_run_compiles(home, compilations, kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if home is not None:
         monkeypatch.setenv("HOME", home)
     else:
         monkeypatch.setattr(os, "replace", lambda *paths: Path("/dev/full").write_text("OSError"))
     assert [compilations(), compilations()] == [1, 1]
     assert not (kept.exists() and list(kept.iterdir()))
+    assert not Path("missing").exists()
 
 
 def test_two_processes_at_once(kept, tmp_path, monkeypatch):
