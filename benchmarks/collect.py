@@ -2,11 +2,13 @@
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
     python benchmarks/collect.py runs/*__* --results my_results     # report.py --results my_results draws them
+    python benchmarks/collect.py runs/*__* --unfinished             # also runs that have not ended
 
 Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row per `log` of the run: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
 last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine, seconds of the run without its pauses)
-stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-interval.
+stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-interval. The curve of a run that has not
+ended has its last step there, as `stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
 """
 
 import json
@@ -28,12 +30,12 @@ from common.signals import one_line_errors
 RESULTS = Path(__file__).parent / "results"
 
 
-def collect(run_dir: Path, results: Path) -> Path:
+def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     """Copy one run's curve to a folder of `results`; return the CSV written.
 
-    Raises InputError for a run that has not ended, or whose settings differ from those of the seeds already there.
+    Raises InputError for a run that is not to be collected unfinished, or that differs in settings from seeds there.
     """
-    args, meta, curve = finished_run(run_dir)
+    args, meta, curve = any_run(run_dir) if unfinished else finished_run(run_dir)
     levels = args["num_levels"] or "all"
     algorithm, game = (re.sub(r"/|^\.*$", "-", args[name]) for name in ("exp_name", "env_id"))  # names of folders
     folder = results / f"{args['distribution_mode']}-{levels}" / algorithm / game
@@ -44,7 +46,7 @@ def collect(run_dir: Path, results: Path) -> Path:
     target = folder / f"seed{args['seed']}.csv"
     beside = target.with_suffix(".eval.csv")
     evaluations = read(run_dir / "eval.csv") if args.get("eval_interval") else None
-    if beside.exists() and beside.read_text() != evaluations:
+    if beside.exists() and not (evaluations or "").startswith(beside.read_text()):
         raise InputError(f"{beside} is of another run of this seed: remove it first")
     write_curve(target, curve, meta)
     if evaluations is not None:
@@ -63,8 +65,8 @@ def read(path: Path) -> str:
     return text
 
 
-def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Settings, origin and curve of a run. Raises InputError for one that has not ended."""
+def any_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Settings, origin and curve of a run. The origin of one that has not ended has its last step as `stopped_at`."""
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
     if not (args and meta):
         raise InputError(f"{run_dir} is no run folder: it has no readable {'meta.json' if args else 'args.json'}.")
@@ -72,13 +74,21 @@ def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     curve = read(run_dir / "progress.csv")
     steps, seconds = curve.splitlines()[-1].split(",")[:2]
     if int(steps) < args["total_timesteps"] or not meta.get("finished"):  # after the last row come the last evaluations
-        raise InputError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
+        meta["stopped_at"] = int(steps)
     return args, meta | {"seconds": float(seconds)}, curve
 
 
+def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Settings, origin and curve of a run. Raises InputError for one that has not ended."""
+    args, meta, curve = any_run(run_dir)
+    if steps := meta.get("stopped_at"):
+        raise InputError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
+    return args, meta, curve
+
+
 def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
-    """Write a curve with its origin beside it. Raises InputError where another curve is."""
-    if target.exists() and target.read_text() != curve:
+    """Write a curve with its origin beside it. Raises InputError where another curve is that this does not go on."""
+    if target.exists() and not curve.startswith(target.read_text()):
         raise InputError(f"{target} holds another run of this seed: remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(curve)
@@ -102,6 +112,8 @@ class Args:
     """folders of finished runs"""
     results: Path = RESULTS
     """where the curves go"""
+    unfinished: bool = False
+    """collect runs that have not ended, too"""
 
 
 if __name__ == "__main__":
@@ -110,4 +122,4 @@ if __name__ == "__main__":
         if not args.run_dirs:
             raise InputError("no run folder is named: name those of the runs to collect.")
         for run_dir in args.run_dirs:
-            print(collect(run_dir, args.results))
+            print(collect(run_dir, args.results, args.unfinished))

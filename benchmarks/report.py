@@ -98,6 +98,12 @@ class Protocol:
         runs = self.runs.get(algorithm, {}).get(game, {})
         return curves.scores((curve for _, curve in sorted(runs.items())), mark, self.window(mark))
 
+    def marks(self, game: str) -> list[tuple[str, int]]:
+        """The marks, and the last steps of a game's runs that were collected before their end."""
+        stops = [read_json(path).get("stopped_at") for path in self.folder.glob(f"*/{game}/seed*.meta.json")]
+        marks = MARKS | {f"{step / 1e6:.1f}M": step for step in stops if step}
+        return sorted(marks.items(), key=lambda mark: mark[1])
+
     def published(self, algorithm: str) -> tuple[dict[str, curves.Reference], str]:
         """The published curves by game that an algorithm's are held against, and their name; none is an empty dict."""
         names = PUBLISHED.get(self.name, {})
@@ -161,7 +167,7 @@ def verdict_table(protocol: Protocol) -> list[str]:
     for algorithm, games in protocol.runs.items():
         published, _ = protocol.published(algorithm)
         for game in sorted(games):
-            for mark, steps in MARKS.items():
+            for mark, steps in protocol.marks(game):
                 ours = protocol.scores(algorithm, game, steps)
                 if ours:
                     theirs = published[game].scores(steps) if game in published else []
@@ -380,8 +386,8 @@ def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
 
 
 def smoothed(protocol: Protocol, curve: curves.Curve, ends: range) -> list[float]:
-    """Scores at `ends`, NaN after the run's end."""
-    return [curves.score(curve, end, protocol.window(end)) if end <= curve.steps[-1] else math.nan for end in ends]
+    """Scores at `ends`, all of the last one's window; NaN after the run's end."""
+    return [curves.score(curve, end, protocol.window(ends[-1])) if end <= curve.steps[-1] else math.nan for end in ends]
 
 
 def curve_figure(protocol: Protocol, path: Path) -> None:
@@ -448,11 +454,11 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def report(protocol: Protocol) -> str:
+def report(protocol: Protocol, profile: bool = True) -> str:
     """Draw a protocol's figures and return its text, with links that start from the folder of benchmarks/README.md."""
     drawn = {"curves.png": "Return against environment steps"}
     curve_figure(protocol, protocol.folder / "curves.png")
-    if profile_figure(protocol, protocol.folder / "profile.png"):
+    if profile and profile_figure(protocol, protocol.folder / "profile.png"):
         drawn["profile.png"] = "Performance profiles"
     folder = protocol.folder.resolve()
     place = folder.relative_to(HERE) if folder.is_relative_to(HERE) else folder
@@ -478,7 +484,8 @@ def main(args: Args) -> None:
     print(text)
     if not args.documents:
         return
-    texts = {"report": text, "long": "\n".join(map(report, read_protocols(args.results / "long")))}
+    complete = [report(protocol, profile=False) for protocol in read_protocols(args.results / "long")]  # of few games
+    texts = {"report": text, "long": "\n".join(complete)}
     for protocol in protocols:
         if protocol.name == "easy-all":
             texts["results"] = "\n".join([*summary_table(protocol), ""])
