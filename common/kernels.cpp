@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -60,7 +61,7 @@ struct BFloat16 {
     }
     static void store(Floats x, BFloat16* to) {  // rounds to nearest, ties to even
 #ifdef __AVX512BF16__
-        write(_mm512_cvtneps_pbh((__m512)x), to);
+        write(_mm512_cvtneps_pbh((__m512)x), to);  // takes denormal numbers for zero
 #else
         Ints bits = (Ints)x, rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
         Ints nan = Ints{} + 0x7FC0;
@@ -241,7 +242,7 @@ void correlate_row(const Padded& x, int64_t h, const Floats* dy, Floats* sums, i
 // pixels: 36 multiplications in place of 144. All of it is computed in float32, and rounded once. Rounding errors are some
 // ten times those of plain convolution in float32.
 constexpr int POINTS = 36;
-constexpr int STRIP = 32;                    // tiles worked on at once: their points stay in the second cache
+constexpr int STRIP = 32;                   // tiles worked on at once: their points stay in the second cache
 constexpr int SUMS = LANES == 16 ? 16 : 8;  // vectors of sums that stay in registers
 
 // From one point of a strip to the next. At a power of two, all 36 would compete for the same places in the nearest cache.
@@ -489,14 +490,38 @@ inline void multiply_block(const float* a, const float* b, int64_t columns, floa
         for (int c = 0; c < BLOCKS; c++) write(sums[p][c], to + p * OUT + c * LANES);
 }
 
+// Memory that comes next, fetched a little at a time while the processor multiplies. It may end before that: no matter.
+struct Ahead {
+    static constexpr int LINE = 64, AT_ONCE = 16;  // bytes, lines
+    std::vector<std::pair<const char*, const char*>> ranges;
+
+    void want(const void* from, int64_t bytes) { ranges.push_back({(const char*)from, (const char*)from + bytes}); }
+    void fetch() {
+        for (int line = 0; line < AT_ONCE && !ranges.empty(); line++) {
+            auto& [at, end] = ranges.back();
+            __builtin_prefetch(at);
+            at += LINE;
+            if (at >= end) ranges.pop_back();
+        }
+    }
+};
+
+// A thread's room for the points of a strip, before and after the products with the filters.
+struct Room {
+    Aligned v = Aligned(POINTS * POINT<32>), m = Aligned(POINTS * POINT<32>);
+    Ahead ahead;
+};
+
 // The sums `m` of a strip from its points `v` and those of the filters. Of the last strip some have no meaning.
 template <int IN, int OUT>
-APART void multiply(const float* v, const float* u, float* m, int64_t tiles) {
+APART void multiply(const float* v, const float* u, float* m, int64_t tiles, Ahead& ahead) {
     constexpr int BLOCKS = std::min(2, OUT / LANES);
-    for (int point = 0; point < POINTS; point++, v += POINT<IN>, m += POINT<OUT>, u += IN * OUT)
+    for (int point = 0; point < POINTS; point++, v += POINT<IN>, m += POINT<OUT>, u += IN * OUT) {
         for (int out = 0; out < OUT; out += BLOCKS * LANES)
             for (int64_t t = 0; t < tiles; t += SUMS / BLOCKS)
                 multiply_block<BLOCKS, IN, 1, OUT>(v + t * IN, u + out, IN, m + t * OUT + out, false);
+        ahead.fetch();
+    }
 }
 
 // Add to `du` [36, IN, OUT], the gradient of the filters' points, what a strip's points and gradients give.
@@ -509,17 +534,13 @@ APART void multiply_transposed(const float* v, const float* dm, float* du, int64
                 multiply_block<BLOCKS, 1, IN, OUT>(v + in, dm + out, tiles, du + in * OUT + out, true);
 }
 
-// A thread's room for the points of a strip, before and after the products with the filters.
-struct Room {
-    Aligned v = Aligned(POINTS * POINT<32>), m = Aligned(POINTS * POINT<32>);
-};
 
 // Convolve frames `x`, or relu(x), with filters that have been transformed.
 template <typename T, int IN, int OUT>
 void convolve(const T* x, const Aligned& u, Epilogue<T> epilogue, T* y, bool relu, Frames frames, Room& room) {
     each_strip(frames, [&](Tile tile, int64_t tiles) {
         transform_tiles<T, IN>(x, tile, tiles, relu, room.v.data());
-        multiply<IN, OUT>(room.v.data(), u.data(), room.m.data(), tiles);
+        multiply<IN, OUT>(room.v.data(), u.data(), room.m.data(), tiles, room.ahead);
         transform_sums<T, OUT>(room.m.data(), tile, tiles, epilogue, y);
     });
 }
@@ -686,7 +707,8 @@ void residual_forward(const T* x, const float* filters0, const float* bias0, con
 #pragma omp for
         for (int64_t first = 0; first < batch; first += at_once) {
             Frames frames{std::min(at_once, batch - first), height, width};
-            int64_t at = first * height * width * C;
+            int64_t at = first * height * width * C, bytes = frames.pixels() * C * sizeof(T);
+            for (const T* each : {x, (const T*)h, (const T*)y}) room.ahead.want((const char*)(each + at) + bytes, bytes);
             convolve<T, C, C>(x + at, u0, {bias0, nullptr, nullptr}, h + at, true, frames, room);
             convolve<T, C, C>(h + at, u1, {bias1, nullptr, x + at}, y + at, true, frames, room);
         }
@@ -707,7 +729,8 @@ void residual_backward(const T* x, const T* h, const T* dy, const float* filters
         const int64_t end = (thread + 1) * batch / threads;
         for (int64_t first = thread * batch / threads; first < end; first += at_once) {
             Frames frames{std::min(at_once, end - first), height, width};
-            int64_t at = first * height * width * C;
+            int64_t at = first * height * width * C, bytes = frames.pixels() * C * sizeof(T);
+            for (const T* each : {x, h, dy, (const T*)dx}) room.ahead.want((const char*)(each + at) + bytes, bytes);
             convolve<T, C, C>(dy + at, u1, {nullptr, h + at, nullptr}, dh.data(), false, frames, room);
             gradient1.add(h + at, dy + at, true, frames, room);
             convolve<T, C, C>(dh.data(), u0, {nullptr, x + at, dy + at}, dx + at, false, frames, room);

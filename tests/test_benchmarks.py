@@ -65,6 +65,18 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
     (run_dir / "meta.json").write_text(json.dumps(killed))
     with pytest.raises(InputError, match="let it end first"):
         collect.collect(run_dir, results)
+    stopped, part = tmp_path / "stopped", curve[: curve.index("16,")]
+    (run_dir / "progress.csv").write_text(part)
+    collect.collect(run_dir, stopped, unfinished=True)
+    assert json.loads((stopped / "easy-200/ppo/maze/seed3.meta.json").read_text())["stopped_at"] == 8
+    (run_dir / "progress.csv").write_text(curve)
+    (run_dir / "meta.json").write_text(meta)
+    collect.collect(run_dir, stopped, unfinished=True)  # the run has gone on
+    assert (stopped / "easy-200/ppo/maze/seed3.csv").read_text() == curve
+    assert "stopped_at" not in json.loads((stopped / "easy-200/ppo/maze/seed3.meta.json").read_text())
+    (run_dir / "progress.csv").write_text(part)
+    with pytest.raises(InputError, match=r"seed3\.csv holds another run"):  # not the shorter for the longer
+        collect.collect(run_dir, stopped, unfinished=True)
     for name in ("meta.json", "args.json"):
         (run_dir / name).unlink()
         with pytest.raises(InputError, match=f"is no run folder: it has no readable {name}"):

@@ -248,6 +248,13 @@ def test_means_over_games_of_which_nothing_is_published(tmp_path, made, no_pictu
     assert "| PPO maze | 1M | 3.00 | - | - | - | nothing published |" in text
 
 
+def test_a_run_that_was_stopped_has_a_row_where_it_ends(tmp_path, made, no_pictures):
+    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 7.0, steps=753_664)
+    path = tmp_path / "easy-all" / "ppo" / "maze" / "seed1.meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_at": 753_664}))
+    assert [row[1] for row in table_rows(made(), "PPO maze")] == ["0.5M", "0.8M"]
+
+
 EVALUATION_COLUMNS = "step,policy,episodic_return,standard_error\n"
 
 
