@@ -16,7 +16,7 @@ settings of OpenAI's phasic-policy-gradient: not those of 7, and 5e-4 in 8. Devi
 6. Advantages are divided by the sample standard deviation (Bessel's correction), as in CleanRL; OpenAI uses the
    population's. Several ranks pool the moments of advantages and returns exactly; OpenAI averages the variances.
 7. Phases are short, 8 iterations and 3 auxiliary passes, not 32 and 6. Minibatches have random steps of all
-   environments, not whole rollouts of a few. Both learn faster at this size (benchmarks/NOTES.md). One encoder, as in
+   environments, not whole rollouts of a few. Both learn faster at first (benchmarks/NOTES.md). One encoder, as in
    CleanRL, costs half of the paper's two. The value head's gradient does not reach it, as in OpenAI's code.
 8. One process makes as many gradient steps in an iteration as the paper's four (torchrun: four ranks), on minibatches
    of a quarter of the size, as in CleanRL. So the policy phase has half of their learning rate; give four ranks 5e-4.
