@@ -1,17 +1,13 @@
 """Kernels for the convolutions, max-pooling and residual blocks of the IMPALA encoder: for a CPU in C++, for a GPU in
-Triton (`common/gpu_kernels.py`). PyTorch's leave much of the processor idle in convolutions of 3, 16 and 32 channels,
-and each ReLU, residual sum or max-pooling passes through all of the memory once more. `benchmarks/NOTES.md` has what
-ours gain."""
+Triton (`common/gpu_kernels.py`). PyTorch's leave much of the processor idle in convolutions of few channels, and each
+ReLU, residual sum or max-pooling passes through the memory once more. `benchmarks/NOTES.md` has what ours gain."""
 
 import ctypes
 import functools
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -29,76 +25,17 @@ OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 @functools.cache
 def build() -> ctypes.CDLL | None:
     """The kernels, which `$CXX` or else `c++` compiles for this processor in seconds; None, and a note on stderr,
-    where that fails. The user's cache folder keeps them for later runs. Call this before there are threads: two that
-    come at the same time would both compile."""
+    where that fails. Call this before there are threads: two that come at the same time would both compile."""
     compiler, source = os.environ.get("CXX", "").split() or ["c++"], Path(__file__).with_suffix(".cpp")
     try:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "kernels.so")
-            kept = kept_library(compiler, OPTIONS, source) or Path(folder, "not-kept.so")
-            with suppress(OSError):  # none is kept, or it cannot be loaded
-                library.write_bytes(read_library(kept))
-                return ctypes.CDLL(str(library))
             command = [*compiler, *OPTIONS, "-o", library, source]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=60)
-            kernels = ctypes.CDLL(str(library))
-            with suppress(OSError):  # the folder is read-only or full
-                write_library(kept, library.read_bytes())
-            return kernels
+            return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         say_slower(error)
         return None
-
-
-def kept_library(compiler: list[str], options: list[str], source: Path) -> Path | None:
-    """Where the user's cache folder keeps what this compiler makes of `source` on this processor; None if other users
-    may write to that folder, if it cannot be made, or if the compiler does not describe itself."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        parent = given if given.is_absolute() else Path.home() / ".cache"
-        folder = parent / "ppo-ppg-impala"
-        parent.mkdir(mode=0o700, exist_ok=True)
-        if parent.stat().st_mode & 0o002:
-            return None
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not is_private(folder.lstat()):
-            return None
-    except (OSError, RuntimeError):  # the latter: there is no home
-        return None
-    parts = [compiler, shutil.which(compiler[0]), options, source.read_bytes()]
-    # Processors of several kinds may share a home folder. The macros that GCC and Clang predefine tell which processor
-    # and which instructions "native" stands for.
-    for question in (["--version"], [*options, "-E", "-dM", "-x", "c++", os.devnull]):
-        answer = subprocess.run([*compiler, *question], capture_output=True, timeout=60)
-        if answer.returncode != 0:
-            return None
-        parts.append(answer.stdout)
-    return folder / f"kernels-{hashlib.sha256(repr(parts).encode()).hexdigest()}.so"
-
-
-def is_private(status: os.stat_result) -> bool:
-    """Whether this is a file or folder of the user's, and nobody else may write to it. Links count as writable."""
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def read_library(path: Path) -> bytes:
-    """What `write_library` has written. Raises OSError if it is missing or damaged, or others could have written it."""
-    with path.open("rb") as file:
-        private = is_private(os.fstat(file.fileno()))
-        content = file.read()
-    if not private or hashlib.sha256(content[:-32]).digest() != content[-32:]:
-        raise OSError(f"{path} is damaged or not private")
-    return content
-
-
-def write_library(path: Path, library: bytes) -> None:
-    """Write a library and its hash, for a part of a library can kill the process that loads it. Several processes may
-    do so at once: each moves a whole file into place."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        temporary = Path(folder, "kernels.so")
-        temporary.touch(mode=0o600)  # private under any umask
-        temporary.write_bytes(library + hashlib.sha256(library).digest())
-        temporary.replace(path)
 
 
 @functools.cache
@@ -143,13 +80,8 @@ def convolves(x: Tensor, weight: Tensor) -> bool:
     if x.is_cuda:
         return len(weight) in (16, 32) and (x.shape[1] in (16, 32) or (x.shape[1] <= 3 and not x.requires_grad))
     known = {*weight.shape[:2]} <= {16, 32} and x.shape[2] % 4 == x.shape[3] % 4 == 0
-    return known and winograd_is_faster(x.dtype)
-
-
-def winograd_is_faster(dtype: torch.dtype) -> bool:
-    """Whether Winograd's convolution takes less time on this processor than PyTorch's, as measured in
-    `benchmarks/NOTES.md`. It needs AVX2. In bfloat16, AMX multiplies so fast that PyTorch's is ahead."""
-    return cpu_has("avx2") and not (dtype == torch.bfloat16 and cpu_has("amx_bf16"))
+    # Where Winograd's convolution has been measured to be faster than PyTorch's: benchmarks/NOTES.md has the table
+    return known and cpu_has("avx2") and not (x.dtype == torch.bfloat16 and cpu_has("amx_bf16"))
 
 
 def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -157,41 +89,12 @@ def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     [K, C, 3, 3] with K a multiple of 16: [B, C, H, W] -> [B, K, ceil(H / 2), ceil(W / 2)], summed in float32."""
     rgb = x.is_cpu and suits(x) and x.shape[1] == weight.shape[1] == 3 and not x.requires_grad
     if rgb or (x.is_cpu and convolves(x, weight)):
-        return ConvMaxPoolFunction.apply(torch.is_grad_enabled(), x, weight, bias)
+        return MaxPoolFunction.apply(torch.is_grad_enabled(), x, weight, bias)
     y = ConvFunction.apply(x, weight, bias) if convolves(x, weight) else F.conv2d(x, weight, bias, padding=1)
     return MaxPoolFunction.apply(torch.is_grad_enabled(), y) if suits(y) else F.max_pool2d(y, 3, 2, 1)
 
 
-class ConvMaxPoolFunction(torch.autograd.Function):
-    """On a CPU, the convolution of RGB frames, or one that `convolves`, and max-pooling. Weights are rounded to the
-    frames' dtype, as autocast does."""
-
-    @staticmethod
-    def forward(ctx, need_grad: bool, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        batch, channels, height, width = x.shape
-        y = new_frames(x, len(weight), (height + 1) // 2, (width + 1) // 2)
-        taps = torch.empty_like(y, dtype=torch.uint8) if need_grad else None  # where windows have their largest value
-        filters = weight.contiguous(), bias.contiguous()
-        call(f"conv_pool_forward_{channels}_{x.dtype}", x, *filters, y, taps, batch, height, width, len(weight))
-        ctx.save_for_backward(x, weight, taps)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, taps = ctx.saved_tensors
-        batch, channels, height, width = x.shape
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = new_frames(x, channels, height, width) if ctx.needs_input_grad[1] else None
-        sums = new_sums(weight)
-        given = x, weight.contiguous(), dy, taps, dx, *sums, batch, height, width, len(weight)
-        call(f"conv_pool_backward_{channels}_{x.dtype}", *given)
-        return None, dx, *filter_gradient(*sums)
-
-
 class ConvFunction(torch.autograd.Function):
-    """On a GPU, a convolution that `convolves`."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -238,30 +141,39 @@ class ResidualBlockFunction(torch.autograd.Function):
 
 
 class MaxPoolFunction(torch.autograd.Function):
-    """Where a window has its largest value twice, the first gets all of the gradient, as in PyTorch."""
+    """Pools frames, or on a CPU their convolution with `filters`: weight and bias, rounded to the frames' dtype as
+    autocast does. Where a window has its largest value twice, the first gets all of the gradient, as in PyTorch."""
 
     @staticmethod
-    def forward(ctx, need_grad: bool, x: Tensor) -> Tensor:
+    def forward(ctx, need_grad: bool, x: Tensor, *filters: Tensor) -> Tensor:
         batch, channels, height, width = ctx.shape = x.shape
-        y = new_frames(x, channels, (height + 1) // 2, (width + 1) // 2)
+        y = new_frames(x, len(filters[0]) if filters else channels, (height + 1) // 2, (width + 1) // 2)
         taps = torch.empty_like(y, dtype=torch.uint8) if need_grad else None  # where windows have their largest value
         if x.is_cuda:
             gpu().max_pool(x, y, taps)
         else:
-            call(f"pool_forward_{x.dtype}", x, y, taps, batch, height, width, channels)
-        ctx.save_for_backward(taps)
+            kernel = f"conv_pool_forward_{channels}" if filters else "pool_forward"
+            given = x, *(each.contiguous() for each in filters), y, taps
+            call(f"{kernel}_{x.dtype}", *given, batch, height, width, y.shape[1])
+        ctx.save_for_backward(taps, *([x, filters[0]] if filters else []))
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[None, Tensor]:
-        (taps,), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (taps, *convolved), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = new_frames(dy, channels, height, width)
+        dx = new_frames(dy, channels, height, width) if ctx.needs_input_grad[1] else None
+        sizes = batch, height, width, dy.shape[1]
+        if convolved:
+            x, weight = convolved
+            sums = new_sums(weight)
+            call(f"conv_pool_backward_{channels}_{x.dtype}", x, weight.contiguous(), dy, taps, dx, *sums, *sizes)
+            return None, dx, *filter_gradient(*sums)
         if dy.is_cuda:
             gpu().max_pool_backward(dy, taps, dx)
         else:
-            call(f"pool_backward_{dy.dtype}", dy, taps, dx, batch, height, width, channels)
+            call(f"pool_backward_{dy.dtype}", dy, taps, dx, *sizes)
         return None, dx
 
 
