@@ -490,7 +490,8 @@ inline void multiply_block(const float* a, const float* b, int64_t columns, floa
         for (int c = 0; c < BLOCKS; c++) write(sums[p][c], to + p * OUT + c * LANES);
 }
 
-// Memory that comes next, fetched a little at a time while the processor multiplies. It may end before that: no matter.
+// Memory that comes next, fetched a little at a time while the processor multiplies, the last range first. A range may lie
+// behind the end of its tensor: no matter.
 struct Ahead {
     static constexpr int LINE = 64, AT_ONCE = 16;  // bytes, lines
     std::vector<std::pair<const char*, const char*>> ranges;
@@ -533,7 +534,6 @@ APART void multiply_transposed(const float* v, const float* dm, float* du, int64
             for (int out = 0; out < OUT; out += BLOCKS * LANES)
                 multiply_block<BLOCKS, 1, IN, OUT>(v + in, dm + out, tiles, du + in * OUT + out, true);
 }
-
 
 // Convolve frames `x`, or relu(x), with filters that have been transformed.
 template <typename T, int IN, int OUT>
@@ -597,6 +597,15 @@ template <typename T>
 void rgb_pool_forward(const T* x, const float* filters, const float* bias, T* y, uint8_t* taps, int64_t batch, Size size,
                       int threads) {
     int64_t in = size.height * size.width * RGB, out = size.out(size.out_height(), 0);
+    std::vector<Floats> weights;  // for each LANES channels the 27 weights in the order of the pixels, and the bias
+    for (int64_t c = 0; c < size.channels; c += LANES) {
+        for (int k = 0; k < TAPS; k++) {
+            Floats taps;
+            for (int lane = 0; lane < LANES; lane++) taps[lane] = filters[(c + lane) * TAPS + k % RGB * 9 + k / RGB];
+            weights.push_back(rounded<T>(taps));
+        }
+        weights.push_back(rounded<T>(read<Floats>(bias + c)));
+    }
 #pragma omp parallel num_threads(threads)
     {
         Padded padded(size);
@@ -606,13 +615,9 @@ void rgb_pool_forward(const T* x, const float* filters, const float* bias, T* y,
         for (int64_t n = 0; n < batch; n++) {
             padded.fill(x + n * in, size);
             for (int64_t c = 0; c < size.channels; c += LANES) {
-                Floats own[TAPS];
-                for (int k = 0; k < TAPS; k++)
-                    for (int lane = 0; lane < LANES; lane++) own[k][lane] = filters[(c + lane) * TAPS + k % RGB * 9 + k / RGB];
-                for (int k = 0; k < TAPS; k++) own[k] = rounded<T>(own[k]);
-                Floats own_bias = rounded<T>(read<Floats>(bias + c));
+                const Floats* own = &weights[(TAPS + 1) * c / LANES];
                 auto row = [&](int64_t h) {
-                    convolve_row(padded, h, own, own_bias, convolved.data(), size.width);
+                    convolve_row(padded, h, own, own[TAPS], convolved.data(), size.width);
                     return (const Float32*)convolved.data();
                 };
                 pool<Float32>(row, LANES, y + n * out + c, taps ? taps + n * out + c : nullptr, size, scratch);
@@ -708,7 +713,8 @@ void residual_forward(const T* x, const float* filters0, const float* bias0, con
         for (int64_t first = 0; first < batch; first += at_once) {
             Frames frames{std::min(at_once, batch - first), height, width};
             int64_t at = first * height * width * C, bytes = frames.pixels() * C * sizeof(T);
-            for (const T* each : {x, (const T*)h, (const T*)y}) room.ahead.want((const char*)(each + at) + bytes, bytes);
+            room.ahead.ranges.clear();  // for want of time some may not have been fetched
+            for (const T* each : {(const T*)y, (const T*)h, x}) room.ahead.want((const char*)(each + at) + bytes, bytes);
             convolve<T, C, C>(x + at, u0, {bias0, nullptr, nullptr}, h + at, true, frames, room);
             convolve<T, C, C>(h + at, u1, {bias1, nullptr, x + at}, y + at, true, frames, room);
         }
@@ -730,7 +736,8 @@ void residual_backward(const T* x, const T* h, const T* dy, const float* filters
         for (int64_t first = thread * batch / threads; first < end; first += at_once) {
             Frames frames{std::min(at_once, end - first), height, width};
             int64_t at = first * height * width * C, bytes = frames.pixels() * C * sizeof(T);
-            for (const T* each : {x, h, dy, (const T*)dx}) room.ahead.want((const char*)(each + at) + bytes, bytes);
+            room.ahead.ranges.clear();
+            for (const T* each : {(const T*)dx, x, h, dy}) room.ahead.want((const char*)(each + at) + bytes, bytes);
             convolve<T, C, C>(dy + at, u1, {nullptr, h + at, nullptr}, dh.data(), false, frames, room);
             gradient1.add(h + at, dy + at, true, frames, room);
             convolve<T, C, C>(dh.data(), u0, {nullptr, x + at, dy + at}, dx + at, false, frames, room);
