@@ -6,99 +6,87 @@
     python impala.py --env-id starpilot --num-actors 0     # act and learn in turn: repeats bit for bit
     torchrun --nproc-per-node 4 impala.py --env-id starpilot    # 4 ranks, each a learner with actors of its own
 
-Actor threads play T steps at a time (an unroll), each in environments of its own and with the newest policy that the
-learner has published, and put the unrolls into a bounded queue. The learner takes B unrolls, corrects for policy lag
-with V-trace, makes one pass over them, and publishes its policy. Deviations from the paper and from DeepMind's
-scalable_agent; 6 and 7 apply to the default, `--preset appo`, alone:
+    each actor, in a thread of its own:                                act, ActorThreads
+        play T steps with the newest published policy, and put the unroll into the bounded queue
+    the learner, until total_timesteps:                                main
+        take B unrolls from the queue, and scale their rewards         treat_rewards
+        correct for the lag of their policies                          vtrace
+        paper: one gradient step on all of them                        vtrace_loss, update
+        appo: one pass over random minibatches, ratios clipped         appo_loss, update
+        publish the policy
 
-1. `--total-timesteps` is rounded up to whole batches. Unrolls in the queue when a run ends are dropped.
-2. The logs have every finished episode but those of dropped unrolls. Losses are means over all minibatches.
-3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
-4. Vector observations go through an MLP, and are not normalised.
-5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. After V-trace comes a pass like PPO's, without advantage normalisation or value clipping: many minibatches, with the
-   ratio to the policy that V-trace used clipped (as in IMPACT, Luo et al. 2020, https://arxiv.org/abs/1912.00167). It
-   takes a random three quarters of the steps: neighbouring frames are much alike.
-7. The other defaults, too, are nearer to ppo.py's than to the paper's. With them the agent learns far more from a step
-   of Procgen than with `--preset paper` (benchmarks/NOTES.md).
-8. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
-   (.1) and the gradient's norm limit (40) by T x B: set both again when you change T or B. PyTorch adds epsilon outside
-   the root, TensorFlow inside: its .01 is .1 outside. PyTorch's mean square starts at 0, TensorFlow's at 1.
-9. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL;
+Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, not with `--preset paper`):
+1. After V-trace comes a pass like PPO's over a random three quarters of the steps, because neighbouring frames are much
+   alike. The ratio to the policy that V-trace used is clipped, as in IMPACT (https://arxiv.org/abs/1912.00167).
+2. The other defaults, too, are nearer to ppo.py's. The agent learns far more from a step (benchmarks/NOTES.md).
+3. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
+   (0.1) and the gradient's norm limit (40) by T x B. Set both again when you change T or B.
+4. PyTorch adds RMSProp's epsilon outside the root, and its mean square starts at 0. TensorFlow's 0.01 inside the root
+   corresponds to 0.1 outside of it, and its mean square starts at 1.
+5. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL.
    rlax multiplies the bracket by lambda, too.
-10. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
+6. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
+7. Unrolls that wait in the queue when a run ends are dropped, and their episodes are not logged.
 """
 
 import copy
 import math
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
-from typing import Any, Literal, NamedTuple
+from queue import Empty, Queue
+from threading import Event, Thread
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from gymnasium.vector import VectorEnv
+import tyro
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
+from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer, RMSprop
 
-from common.accelerate import accelerate
+from common import InputError
+from common.checkpoint import Kept
 from common.device import to_device
-from common.envs import finished_episodes
+from common.envs import Envs, finished_episodes
+from common.fast import accelerate
 from common.learning import backward, mean_metrics, micro_batches
+from common.networks import PolicyHead, action_dist, init_layer
 from common.reward_scale import RewardNormalizer
+from common.run import require_finite
 from common.session import Session, run_script
-from common.settings import Fraction, NotNegative, Positive, RunArgs
+from common.settings import EnvArgs, Fraction, NetworkArgs, NotNegative, Positive, RunArgs
 from common.world import World
 
-NAME = Path(__file__).stem
-PRESETS = {  # defaults other than those of Args; "paper" has those of the paper for Atari
-    "appo": {"exp_name": f"{NAME}-appo"},
-    "paper": {
-        "exp_name": f"{NAME}-paper", "num_steps": 20, "batch_size": 32, "gamma": 0.99, "vtrace_lambda": 1.0,
-        "sample_fraction": 1.0, "num_minibatches": 1, "clip_coef": None, "norm_reward": "clip", "optimizer": "rmsprop",
-        "learning_rate": 6e-4, "anneal_lr": True, "rmsprop_eps": 0.1 / 640, "max_grad_norm": 40 / 640,
-    },
-}  # fmt: skip
 
-
-@RunArgs.presets(PRESETS)
 @dataclass
-class Args(RunArgs):
-    # ---- preset
+class Args(EnvArgs, NetworkArgs, RunArgs):
+    presets: ClassVar[dict[str, dict[str, Any]]] = {  # "paper" has the settings of the paper for Atari
+        "paper": {
+            "exp_name": f"{Path(__file__).stem}-paper", "num_steps": 20, "batch_size": 32, "gamma": 0.99,
+            "vtrace_lambda": 1.0, "sample_fraction": 1.0, "num_minibatches": 1, "clip_coef": None,
+            "norm_reward": "clip", "optimizer": "rmsprop", "learning_rate": 6e-4, "anneal_lr": True,
+            "rmsprop_eps": 0.1 / 640, "max_grad_norm": 40 / 640,
+        },
+    }  # fmt: skip
+
+    exp_name: str = f"{Path(__file__).stem}-appo"
+    """name of the experiment, a part of the run folder's name"""
     preset: Literal["appo", "paper"] = "appo"
     """asynchronous PPO, or IMPALA with the paper's settings; flags given beside it win"""
-
-    # ---- environment
-    env_id: str = "starpilot"
-    """a Procgen game, several joined by commas, or a Gymnasium id"""
-    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
-    """Procgen's difficulty; not every game has the last three"""
-    num_levels: NotNegative[int] = 0
-    """number of Procgen levels to train on; 0 for no limit"""
-    start_level: NotNegative[int] = 0
-    """first Procgen level to train on (needs --num-levels)"""
-    num_threads: int = 4
-    """C++ threads that step Procgen, for each actor"""
-    num_envs: Positive[int] = 64
-    """number of environments, of each rank (N), shared evenly by the actors"""
-
-    # ---- algorithm
-    total_timesteps: Positive[int] = 25_000_000
-    """environment steps of the run; rounded up to whole iterations"""
     learning_rate: NotNegative[float] = 1e-3
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
     optimizer: Literal["rmsprop", "adam"] = "adam"
-    """RMSProp as in the paper (decay .99, no momentum), or Adam"""
+    """RMSProp as in the paper (decay 0.99, no momentum), or Adam"""
     rmsprop_eps: NotNegative[float] = 1e-4
     """RMSProp's epsilon, outside the root"""
     adam_eps: NotNegative[float] = 1e-5
@@ -129,82 +117,44 @@ class Args(RunArgs):
     """PPO's clipping range of the policy ratio, without effect with a single minibatch; None for no clipping"""
     ent_coef: NotNegative[float] = 0.01
     """weight of the entropy bonus (c2)"""
-    vf_coef: NotNegative[float] = 0.5
+    vf_coef: Annotated[NotNegative[float], tyro.conf.arg(aliases=["--baseline-coef"])] = 0.5
     """weight of the value loss, which is half the mean squared error (c1)"""
     max_grad_norm: Positive[float] | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""
     norm_reward: Literal["return", "clip", "soft-asymmetric", "none"] = "return"
-    """scale as ppo.py does; clip to +-1; squash to 5 tanh(r / 5), times .3 if negative (for DMLab); or none of it"""
+    """scale as ppo.py does; clip to +-1; squash to 5 tanh(r / 5), times 0.3 if negative (for DMLab); or none of it"""
     norm_reward_gamma: Fraction | None = 0.99
     """discount factor of the return that --norm-reward return scales by; None for gamma"""
     log_interval: Positive[int] = 16_384
     """environment steps between two rows of metrics"""
-
-    # ---- network
     use_lstm: bool = False
     """put an LSTM between encoder and heads"""
-    feature_dim: Positive[int] = 256
-    """width of the encoder's output"""
-    hidden_dim: Positive[int] = 64
-    """width of the MLP's hidden layer (vector observations only)"""
-    init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "xavier_uniform"
-    """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
-
-    @property
-    def title(self) -> str:
-        return f"{'IMPALA' if NAME == 'impala' else NAME} ({'APPO' if self.preset == 'appo' else self.preset})"
 
     @property
     def iteration_steps(self) -> int:
         """Environment steps of a rank in an iteration: the batch that an update learns from."""
         return self.batch_size * self.num_steps
 
-    def constraints(self) -> Iterator[tuple[bool, str]]:
-        yield from super().constraints()
-        share = max(1, self.num_actors * len(self.env_id.split(",")))  # each actor plays every game
-        yield (
-            self.num_envs % share == 0,
-            f"--num-envs {self.num_envs} cannot be shared evenly by --num-actors {self.num_actors}, with environments "
-            f"of every game for each: use a multiple of {share}.",
-        )
-        samples, kind = (self.batch_size, "unrolls") if self.use_lstm else (self.iteration_steps, "steps")
-        drawn = math.ceil(self.sample_fraction * samples)
-        yield (
-            self.num_minibatches <= drawn and self.iteration_steps > 1,
-            f"--sample-fraction {self.sample_fraction} draws {drawn} {kind} of a batch, too few for --num-minibatches "
-            f"{self.num_minibatches}: change one.",
-        )
-        yield (
-            0 < self.c_bar <= self.rho_bar and self.pg_rho_bar > 0,
-            f"--rho-bar {self.rho_bar}, --c-bar {self.c_bar}, --pg-rho-bar {self.pg_rho_bar} cannot work: use numbers "
-            "above 0 (inf for no bound) with --c-bar not above --rho-bar.",
-        )
+    @property
+    def samples(self) -> int:
+        """What the learner's pass draws from a batch: steps, or whole unrolls with an LSTM."""
+        return math.ceil(self.sample_fraction * (self.batch_size if self.use_lstm else self.iteration_steps))
+
+    def validate(self) -> None:
+        super().validate()
+        share = max(1, self.num_actors) * len(self.env_id.split(","))
+        if self.num_envs % share:
+            each = f"--num-actors {self.num_actors} with environments of every game"
+            raise InputError(f"--num-envs {self.num_envs} cannot be shared by {each}: use a multiple of {share}.")
+        if self.num_minibatches > self.samples or self.iteration_steps == 1:
+            drawn = f"the {self.samples} {'unrolls' if self.use_lstm else 'steps'} of --sample-fraction"
+            raise InputError(f"--num-minibatches {self.num_minibatches} is too many for {drawn}: change one.")
+        if not 0 < self.c_bar <= self.rho_bar or self.pg_rho_bar <= 0:
+            given = f"--rho-bar {self.rho_bar}, --c-bar {self.c_bar}, --pg-rho-bar {self.pg_rho_bar}"
+            raise InputError(f"{given} cannot work: use numbers above 0 with --c-bar not above --rho-bar.")
 
 
 # ---------------------------------------------------------------------------------------------------------- networks
-
-# Scale of the initial weights: the L2 norm of each output row for "normed", else the gain. The values of "normed" are
-# those of OpenAI's phasic-policy-gradient; "residual" keeps the variance over 3 stacks of 2 blocks of 2 convolutions.
-INIT_SCALES = {
-    "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
-    "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
-    "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
-    "xavier_normal": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
-}
-
-
-def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
-    if init_fn == "identity":
-        return layer
-    scale = INIT_SCALES[init_fn][role]
-    if init_fn == "normed":
-        rows = layer.weight.data.flatten(1)
-        layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
-    else:  # nn.init.orthogonal_, xavier_uniform_ or xavier_normal_
-        getattr(nn.init, f"{init_fn}_")(layer.weight, scale)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 class ResidualBlock(nn.Module):
@@ -258,44 +208,13 @@ def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_
     return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
 
 
-class PolicyHead(nn.Module):
-    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
-
-    P is the number of actions of a `Discrete` space and the number of bits of a `MultiBinary`. For a `Box` it is twice
-    its size: the means, and the logarithms of standard deviations that do not depend on the observation.
-    """
-
-    def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
-        super().__init__()
-        if isinstance(space, gym.spaces.Discrete) and space.start == 0:
-            size = int(space.n)
-        elif isinstance(space, gym.spaces.MultiBinary | gym.spaces.Box) and len(space.shape) == 1:
-            size = space.shape[0]
-        else:
-            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, or flat MultiBinary or Box")
-        self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
-        self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
-
-    def forward(self, features: Tensor) -> Tensor:
-        output = self.linear(features)
-        return output if self.log_std is None else torch.cat([output, self.log_std.expand_as(output)], dim=-1)
-
-
-def action_dist(space: gym.Space, params: Tensor) -> Distribution:
-    """The distribution over one action: categorical, independent Bernoulli, or diagonal Gaussian (not clipped)."""
-    if isinstance(space, gym.spaces.Discrete):
-        return Categorical(logits=params, validate_args=False)
-    if isinstance(space, gym.spaces.MultiBinary):
-        return Independent(Bernoulli(logits=params, validate_args=False), 1, validate_args=False)
-    mean, log_std = params.chunk(2, dim=-1)
-    return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
 class Agent(nn.Module):
     """Policy and value function on one encoder, with an LSTM between them if `use_lstm`.
 
     The recurrent state of N environments is one float32 tensor [2, N, H], h and c; without an LSTM, H is 0.
     """
+
+    policy_heads, value_heads = ["policy_head"], ["value_head"]  # for --init-heads
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
@@ -307,7 +226,6 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # Autocast's cache of cast weights is off: the actor and learner threads of impala.py would share it.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -318,10 +236,8 @@ class Agent(nn.Module):
         return torch.zeros(2, num_envs, size, device=self.value_head.weight.device)
 
     def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One step of N environments; states [2, N, H] are zero where an episode starts with `obs` [N, ...].
-
-        Returns parameters of the action distributions, float32 [N, P], values, float32 [N], and the next state.
-        """
+        """One step of N environments: obs [N, ...], state [2, N, H], zero where an episode starts. Returns parameters of
+        the action distributions, float32 [N, P], values, float32 [N], and the next state."""
         features = self.encode(self.encoder, obs)
         if self.lstm is not None:
             state = torch.stack(self.lstm(features, tuple(state)))
@@ -341,9 +257,7 @@ class Agent(nn.Module):
 
     def unroll(self, obs: Tensor, state: Tensor, dones: Tensor) -> tuple[Tensor, Tensor]:
         """S steps of B unrolls: obs [S, B, ...], state before obs[0] [2, B, H], dones [S, B] (the last is optional).
-
-        Returns parameters of the action distributions [S, B, P] and values [S, B].
-        """
+        Returns parameters of the action distributions [S, B, P] and values [S, B]."""
         features = self.encode(self.encoder, obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
         if self.lstm is not None:
             outputs = []
@@ -356,14 +270,14 @@ class Agent(nn.Module):
         return self.policy_head(features), self.value_head(features).squeeze(-1)
 
 
-# ----------------------------------------------------------------------------------------------------------- rollout
+# ------------------------------------------------------------------------------------------------------------- actors
 
 
 class Unroll(NamedTuple):
     """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
 
-    obs: Tensor  # [T + 1, N, *observation_shape], uint8 frames or float32 vectors; the last starts the next unroll
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
+    obs: Tensor  # [T + 1, N, *observation_shape], uint8 frames or float32 vectors; the last starts the next unroll
     logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
     rewards: Tensor  # [T, N] float32, as the environment gave them
     dones: Tensor  # [T, N] float32
@@ -383,24 +297,23 @@ class Experience(NamedTuple):
 
 @torch.no_grad()
 def act(
-    envs: VectorEnv, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event
+    envs: Envs, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event
 ) -> Iterator[Experience | None]:
     """Set up and yield None; then play `num_steps` steps of n environments with the newest policy, yield the n unrolls,
-    and so on until `stop`. A copy of the actor's own plays: a CUDA graph finds each policy's parameters in one place.
+    and so on until `stop`.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
     `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.
     """
     num_envs, num_steps = envs.num_envs, args.num_steps
-    agent = copy.deepcopy(published[0][0])
+    agent = copy.deepcopy(published[0][0])  # its own, so that a CUDA graph finds its parameters at fixed addresses
     state = agent.initial_state(num_envs)
     device = state.device
     if ends:
-        states = [ends.get(first_env + n, each) for n, each in enumerate(envs.state_dict())]
-        envs.load_state_dict(states)
-        for n, each in enumerate(states if envs.restorable else []):  # the others start new episodes: zeros
-            if "recurrent" in each:
-                state[:, n] = each["recurrent"]
+        envs.load_state_dict([ends.get(first_env + n, each) for n, each in enumerate(envs.state_dict())])
+        for n in range(num_envs):
+            if envs.restorable and first_env + n in ends:  # other environments start new episodes
+                state[:, n] = ends[first_env + n]["recurrent"]
     obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
     obs = to_device(envs.obs, device).to(obs_dtype)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a resumed run, too, begins with this call
@@ -410,8 +323,9 @@ def act(
         newest, version = published[0]
         agent.load_state_dict(newest.state_dict())
         frames = torch.empty((num_steps + 1, *obs.shape), dtype=obs_dtype, device=device)
-        drawn = []  # actions and log-probabilities
-        rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
+        actions, logprobs = [], []
+        rewards = np.zeros((num_steps, num_envs), np.float32)
+        dones = np.zeros((num_steps, num_envs), np.float32)
         truncation_values = torch.zeros(num_steps, num_envs, device=device)
         first_state, episodes = state, [[] for _ in range(num_envs)]
         for t in range(num_steps):
@@ -419,7 +333,8 @@ def act(
                 return
             frames[t] = obs
             action, logprob, state = agent.get_action(obs, state)
-            drawn.append((action, logprob))
+            actions.append(action)
+            logprobs.append(logprob)
             next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
             dones[t] = terminations | truncations
             cut = truncations & ~terminations  # by a time limit alone
@@ -431,15 +346,68 @@ def act(
             for env, *episode in finished_episodes(infos):
                 episodes[env].append((t, *episode))
         frames[num_steps] = obs
-        rewards, dones = torch.as_tensor(rewards, device=device), torch.as_tensor(dones, device=device)
-        actions, logprobs = map(torch.stack, zip(*drawn, strict=True))
-        if not logprobs.isfinite().all():
+        unrolls = Unroll(
+            actions=torch.stack(actions),
+            obs=frames,
+            logprobs=torch.stack(logprobs),
+            rewards=torch.as_tensor(rewards, device=device),
+            dones=torch.as_tensor(dones, device=device),
+            truncation_values=truncation_values,
+            state=first_state,
+        )
+        ends = envs.state_dict()
+        recurrent = state.cpu()
+        if not unrolls.logprobs.isfinite().all():  # which waits for the GPU: the learner's stream may read the unrolls
             raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
-        unrolls = Unroll(frames, actions, logprobs, rewards, dones, truncation_values, first_state)
-        ends, recurrent = envs.state_dict(), state.cpu()
         for n in range(num_envs):
-            unroll, end = Unroll(*(field[:, n] for field in unrolls)), ends[n] | {"recurrent": recurrent[:, n]}
-            yield Experience(unroll, version, first_env + n, episodes[n], end)
+            unroll = Unroll(*[field[:, n] for field in unrolls])
+            yield Experience(unroll, version, first_env + n, episodes[n], ends[n] | {"recurrent": recurrent[:, n]})
+
+
+class ActorThreads:
+    """Actors, each in a thread of its own, and the bounded queue from which the learner takes their unrolls."""
+
+    def __init__(self, actors: list[Iterator[Experience]], queue_size: int, device: torch.device, stop: Event):
+        self.queue, self.device, self.stop = Queue(queue_size), device, stop
+        self.threads = [Thread(target=self.run, args=[actor], name="actor", daemon=True) for actor in actors]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, actor: Iterator[Experience]) -> None:
+        """Act until `stop`. On a GPU, a stream of its own lets an actor act while an update is computed."""
+        context = nullcontext()
+        if self.device.type == "cuda":
+            context = torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1))
+        try:
+            with context:
+                for experience in actor:
+                    self.queue.put(experience)
+        except Exception as error:
+            self.queue.put(error)
+
+    def take(self, batch_size: int) -> list[Experience]:
+        """Wait for a batch of unrolls. Raises an actor's error."""
+        self.occupancy = self.queue.qsize() / self.queue.maxsize
+        batch = []
+        while len(batch) < batch_size:
+            item = self.queue.get()
+            if isinstance(item, Exception):
+                raise item
+            batch.append(item)
+        return batch
+
+    def close(self) -> bool:
+        """Stop all actors. Return whether one hangs in its environment, which must not be closed then."""
+        self.stop.set()
+        deadline = time.monotonic() + 3
+        hanging = self.threads
+        while hanging and time.monotonic() < deadline:
+            with suppress(Empty):
+                self.queue.get(timeout=0.01)  # an actor may wait for room
+            hanging = [thread for thread in hanging if thread.is_alive()]
+        if hanging:
+            print("note: an actor cannot be stopped and is left behind", file=sys.stderr)
+        return bool(hanging)
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -447,16 +415,14 @@ def act(
 
 def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
     """A batch of unrolls: B of them side by side, in dimension 1."""
-    return Unroll(*(torch.stack(field, dim=1) for field in zip(*unrolls, strict=True)))
+    return Unroll(*[torch.stack(field, dim=1) for field in zip(*unrolls, strict=True)])
 
 
 def treat_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
     """Rewards [T, B] as `--norm-reward` says. Statistics take in the returns of the whole batch before they scale it.
 
-    The learner does it, not the actors: so a checkpoint's statistics are those of the batches that it has learnt from.
-
-    Args:
-        envs: the number of each unroll's environment; unrolls of one environment follow each other in time.
+    Unroll b is of environment `envs[b]`; unrolls of one environment follow each other in time. The learner does this,
+    so that the statistics of a checkpoint are those of the batches that it has learnt from.
     """
     if normalizer.norm_reward == "clip":
         return batch.rewards.clamp(-1, 1)
@@ -490,8 +456,10 @@ def vtrace(logratio: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor,
         values: [T + 1, B], the learner's; the last bootstraps.
     """
     ratio = logratio.exp()
-    rho, c = ratio.clamp(max=args.rho_bar), args.vtrace_lambda * ratio.clamp(max=args.c_bar)
-    deltas, decays = rho * (rewards + discounts * values[1:] - values[:-1]), discounts * c
+    rho = ratio.clamp(max=args.rho_bar)
+    c = args.vtrace_lambda * ratio.clamp(max=args.c_bar)
+    deltas = rho * (rewards + discounts * values[1:] - values[:-1])
+    decays = discounts * c
     corrections = torch.zeros_like(values)  # v_t - V_t
     for t in reversed(range(len(rewards))):
         corrections[t] = deltas[t] + decays[t] * corrections[t + 1]
@@ -531,13 +499,15 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
-def learner_outputs(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, ...]:
+def learner_outputs(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the learner makes of unrolls: log-probabilities, entropies, values, V-trace targets, advantages; [T, B]."""
     params, values = agent.unroll(unrolls.obs, unrolls.state, unrolls.dones)
     dist = action_dist(agent.action_space, params[:-1])
     logprobs = dist.log_prob(unrolls.actions)
-    rewards, discounts = unrolls.rewards + args.gamma * unrolls.truncation_values, args.gamma * (1 - unrolls.dones)
-    return logprobs, dist.entropy(), values[:-1], *vtrace(logprobs - unrolls.logprobs, rewards, discounts, values, args)
+    rewards = unrolls.rewards + args.gamma * unrolls.truncation_values
+    discounts = args.gamma * (1 - unrolls.dones)
+    targets, advantages = vtrace(logprobs - unrolls.logprobs, rewards, discounts, values, args)
+    return logprobs, dist.entropy(), values[:-1], targets, advantages
 
 
 def vtrace_metrics(logratio: Tensor, values: Tensor, targets: Tensor, args: Args) -> dict[str, Tensor]:
@@ -553,55 +523,67 @@ def vtrace_metrics(logratio: Tensor, values: Tensor, targets: Tensor, args: Args
     }
 
 
-def paper_update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world: World) -> dict[str, Tensor]:
-    """Learn from a batch of unrolls as the paper does: V-trace and its losses, one gradient step. Returns metrics."""
-    seen = []
+def vtrace_loss(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """The paper's losses of unrolls (IMPALA, section 4.2), with V-trace from the same pass, and metrics."""
+    logprobs, entropies, values, targets, advantages = learner_outputs(agent, unrolls, args)
+    pg_loss = -(logprobs * advantages).mean()
+    v_loss = value_loss(values, targets)
+    entropy = entropies.mean()
+    metrics = {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy}
+    metrics |= vtrace_metrics((logprobs - unrolls.logprobs).detach(), values.detach(), targets, args)
+    return pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss, metrics
 
-    def loss_of(dones, *unrolls):
-        logprobs, entropies, values, targets, advantages = learner_outputs(agent, Unroll(*unrolls), args)
-        seen.append((logprobs.detach(), values.detach(), targets))
-        pg_loss, v_loss, entropy = -(logprobs * advantages).mean(), value_loss(values, targets), entropies.mean()
-        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        return loss, {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy}
 
-    optimizer.zero_grad()
-    metrics = backward(loss_of, (batch.dones, *batch), args.micro_batch_size, world, dim=1)  # the ranks' mean gradient
-    metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
-    optimizer.step()
-    logprobs, values, targets = (torch.cat(pieces, dim=1) for pieces in zip(*seen, strict=True))
-    return metrics | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
+class Minibatch(NamedTuple):
+    """S steps of B unrolls: whole unrolls with an LSTM, else single steps, S = 1."""
+
+    obs: Tensor  # [S, B, *observation_shape]
+    dones: Tensor  # [S, B]
+    actions: Tensor  # [S, B] or [S, B, size]
+    logprobs: Tensor  # [S, B], under the policy that V-trace used
+    targets: Tensor  # [S, B], of the values
+    advantages: Tensor  # [S, B]
+    state: Tensor  # [2, B, H], the recurrent state before obs[0]
+
+
+def appo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's loss of a minibatch with V-trace's targets and advantages, and metrics."""
+    params, values = agent.unroll(minibatch.obs, minibatch.state, minibatch.dones)
+    dist = action_dist(agent.action_space, params)
+    logprobs = dist.log_prob(minibatch.actions)
+    pg_loss, metrics = policy_loss(logprobs, minibatch.logprobs, minibatch.advantages, args.clip_coef or math.inf)
+    v_loss = value_loss(values, minibatch.targets)
+    entropy = dist.entropy().mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
 
 
 def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world: World) -> dict[str, Tensor]:
-    """Learn from a batch of unrolls: V-trace, then one pass in random minibatches. Returns mean metrics."""
-    with torch.no_grad():
-        pieces = micro_batches((batch.dones, *batch), args.micro_batch_size, dim=1)
-        outputs = zip(*(learner_outputs(agent, Unroll(*unrolls), args) for _, *unrolls in pieces), strict=True)
-        logprobs, _, values, targets, advantages = (torch.cat(output, dim=1) for output in outputs)
+    """Learn from a batch of unrolls. Returns mean metrics."""
 
-    def loss_of(obs, dones, actions, old_logprobs, targets, advantages, state):
-        params, values = agent.unroll(obs, state, dones)
-        dist = action_dist(agent.action_space, params)
-        clip_coef = math.inf if args.clip_coef is None else args.clip_coef
-        pg_loss, metrics = policy_loss(dist.log_prob(actions), old_logprobs, advantages, clip_coef)
-        v_loss, entropy = value_loss(values, targets), dist.entropy().mean()
-        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
-
-    # Minibatches are drawn from dimension 1: whole unrolls with an LSTM, else any steps, as unrolls of length 1.
-    samples = batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages
-    if not args.use_lstm:
-        samples = [x.flatten(0, 1).unsqueeze(0) for x in samples]
-    num_samples, history = samples[0].shape[1], []
-    drawn = torch.randperm(num_samples, device=logprobs.device)[: math.ceil(args.sample_fraction * num_samples)]
-    for index in drawn.tensor_split(args.num_minibatches):
-        state = batch.state[:, index] if args.use_lstm else agent.initial_state(len(index))
-        minibatch = *(x.index_select(1, index) for x in samples), state  # eight times as fast as [:, index] for frames
+    def step(loss_of, minibatch):
         optimizer.zero_grad()
-        metrics = backward(loss_of, minibatch, args.micro_batch_size, world, dim=1)  # the ranks' mean gradient
+        metrics = backward(loss_of, agent, minibatch, args, world, dim=1)  # the ranks' mean gradient
         metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
-        history.append(metrics)
+        return metrics
+
+    if args.num_minibatches == 1 and args.sample_fraction == 1:  # as in the paper
+        return step(vtrace_loss, batch)
+    outputs = []
+    with torch.no_grad():
+        for piece in micro_batches(batch, args.micro_batch_size, dim=1):
+            outputs.append(learner_outputs(agent, Unroll(*piece), args))
+    logprobs, _, values, targets, advantages = [torch.cat(pieces, dim=1) for pieces in zip(*outputs, strict=True)]
+    samples = Minibatch(batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages, batch.state)
+    if not args.use_lstm:
+        steps = [x.flatten(0, 1).unsqueeze(0) for x in samples[:-1]]
+        samples = Minibatch(*steps, agent.initial_state(args.iteration_steps))
+    drawn = torch.randperm(samples.dones.shape[1], device=logprobs.device)[: args.samples]
+    history = []
+    for indices in drawn.tensor_split(args.num_minibatches):
+        minibatch = Minibatch(*[x.index_select(1, indices) for x in samples])  # eight times as fast as x[:, indices]
+        history.append(step(appo_loss, minibatch))
     initial = {"losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"]}
     return mean_metrics(history) | initial | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
 
@@ -611,37 +593,24 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
 
 def episodes_of(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
     """The episodes that ended in a batch which began after `step` steps: step, environment, return, length."""
-    unrolls, earlier, episodes = Counter(each.env for each in batch), Counter(), []
+    unrolls = Counter(each.env for each in batch)
+    earlier = Counter()
+    episodes = []
     for each in batch:  # several unrolls of an environment follow each other
         for t, episodic_return, length in each.episodes:
-            time = (earlier[each.env] * num_steps + t + 1) * len(batch) * world.world_size // unrolls[each.env]
-            episodes.append((step + time, each.env, episodic_return, length))
+            after = (earlier[each.env] * num_steps + t + 1) * len(batch) * world.world_size // unrolls[each.env]
+            episodes.append((step + after, each.env, episodic_return, length))
         earlier[each.env] += 1
     return sorted(episodes)
 
 
-class Progress:
-    """What a checkpoint keeps of the loop."""
-
-    def __init__(self):
-        self.history: list[dict[str, float]] = []  # metrics of the updates since the last row
-        self.ends: dict[int, dict[str, Any]] = {}  # states of each environment after its last unroll in a batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "ends": self.ends}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.history, self.ends = state["history"], state["ends"]
-
-
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    with Session(args, __file__) as session:  # checks, ranks, the run to resume, seed, device
+    with Session(args, __file__) as session:
         # ---- set up
         args, world, device = session.args, session.world, session.device
-        num_actors = max(1, args.num_actors)
-        envs_per_actor = args.num_envs // num_actors
-        actor_envs = [session.make_envs(envs_per_actor, number) for number in range(num_actors)]
+        envs_per_actor = args.num_envs // max(1, args.num_actors)
+        actor_envs = [session.make_envs(envs_per_actor, number) for number in range(max(1, args.num_actors))]
         agent = Agent(actor_envs[0].single_observation_space, actor_envs[0].single_action_space, args).to(device)
         accelerate(agent, args.accelerate)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
@@ -649,44 +618,54 @@ def main(args: Args) -> Path:
             optimizer = RMSprop(agent.parameters(), args.learning_rate, alpha=0.99, eps=args.rmsprop_eps)
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
-        progress = Progress()
+        # metrics of the updates since the last row, and the states of each environment after its last unroll in a batch
+        progress = Kept(history=[], ends={})
         run = session.open_run(agent, optimizer=optimizer, reward_normalizer=reward_normalizer, progress=progress)
         step = run.step
         version = first_version = step // session.iteration_steps
-        published, stop = [(copy.deepcopy(agent), version)], Event()
-        shared = published, progress.ends, args, stop
-        actors = [act(envs, number * envs_per_actor, *shared) for number, envs in enumerate(actor_envs)]
-        for actor in actors:
-            next(actor)  # sets it up
-        batches = session.run_actors(actors, stop)
+        published = [(copy.deepcopy(agent), version)]
+        stop = Event()
+        actors = []
+        for number, envs in enumerate(actor_envs):
+            actors.append(act(envs, number * envs_per_actor, published, progress.ends, args, stop))
+            next(actors[-1])  # sets it up
+        if args.num_actors:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the actors' first policy is there
+            threads = ActorThreads(actors, args.queue_size, device, stop)
+            session.stop_actors = threads.close
 
         while step < run.total_steps:
             learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
             optimizer.param_groups[0]["lr"] = learning_rate
 
             # ---- collect
-            experiences = next(batches)
+            if args.num_actors:
+                experiences = threads.take(args.batch_size)
+            else:
+                experiences = [next(actors[0]) for _ in range(args.batch_size)]
 
             # ---- learn
             batch = stack_unrolls([experience.unroll for experience in experiences])
             batch = batch._replace(rewards=treat_rewards(batch, [each.env for each in experiences], reward_normalizer))
-            one_step = args.num_minibatches == 1 and args.sample_fraction == 1
-            metrics = (paper_update if one_step else update)(agent, optimizer, batch, args, world)
-            newest, version = copy.deepcopy(agent), version + 1
-            metrics = run.require_finite(step, metrics)  # which waits for the GPU: no actor sees half of an update
+            metrics = update(agent, optimizer, batch, args, world)
+            newest = copy.deepcopy(agent)
+            version += 1
+            metrics = require_finite(step, metrics)  # which waits for the GPU: no actor sees half of an update
             published[0] = newest, version
 
             # ---- log
             for episode in episodes_of(step, experiences, args.num_steps, world):
-                run.episode(*episode)
+                run.record_episode(*episode)
             step += session.iteration_steps
             lags = [version - 1 - experience.version for experience in experiences]
-            lag = {"charts/policy_lag": sum(lags) / len(lags), "charts/policy_lag_max": float(max(lags))}
-            progress.history.append(metrics | lag)
+            metrics |= {"charts/policy_lag": sum(lags) / len(lags), "charts/policy_lag_max": float(max(lags))}
+            if args.num_actors:
+                metrics["charts/queue_occupancy"] = threads.occupancy
+            progress.history.append(metrics)
             progress.ends = progress.ends | {experience.env: experience.end for experience in experiences}
             if step % args.log_interval < session.iteration_steps or step >= run.total_steps:
-                metrics = mean_metrics(progress.history) | batches.pop_metrics()
-                run.log(step, metrics | {"charts/learning_rate": learning_rate})
+                run.log(step, mean_metrics(progress.history) | {"charts/learning_rate": learning_rate})
                 progress.history = []
             session.evaluate(step)
             # With --num-actors 0, unrolls of this round may still wait for a batch. Checkpoints lack them: save later.

@@ -3,84 +3,74 @@
     python ppg.py --env-id starpilot
     torchrun --nproc-per-node 4 ppg.py --env-id starpilot --preset paper    # as in the paper: 4 x 64 environments
 
-The policy phase is PPO with one pass over each rollout. After `n_pi` rollouts, an auxiliary phase trains the encoder
-on the value targets of all of them, while a KL penalty holds the policy near where it was. `--preset paper` has the
-settings of OpenAI's phasic-policy-gradient: not those of 7, and 5e-4 in 8. Deviations from the paper and from CleanRL:
+    until total_timesteps:
+        N_pi times (policy phase):
+            play T steps in each of N environments                     collect
+            scale rewards; estimate advantages and returns             RewardNormalizer, compute_gae
+            E_pi and E_V times, for each minibatch: train as PPO       update, ppo_loss
+            store observations and value targets                       Phase.add
+        E_aux times, for each minibatch of all N_pi rollouts:          auxiliary_phase
+            minimise L^joint + L^value, KL from the old policy held    aux_loss
 
-1. `--total-timesteps` is rounded up to whole iterations; a run that ends in mid-phase closes with an auxiliary phase.
-2. The logs have every finished episode. Losses are logged as means over all minibatches.
-3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
-4. Vector observations go through an MLP, and are not normalised.
-5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. Advantages are divided by the sample standard deviation (Bessel's correction), as in CleanRL; OpenAI uses the
-   population's. Several ranks pool the moments of advantages and returns exactly; OpenAI averages the variances.
-7. Phases are short, 8 iterations and 3 auxiliary passes, not 32 and 6. Minibatches have random steps of all
-   environments, not whole rollouts of a few. Both learn faster at first (benchmarks/NOTES.md). One encoder, as in
-   CleanRL, costs half of the paper's two. The value head's gradient does not reach it, as in OpenAI's code.
-8. One process makes as many gradient steps in an iteration as the paper's four (torchrun: four ranks), on minibatches
-   of a quarter of the size, as in CleanRL. So the policy phase has half of their learning rate; give four ranks 5e-4.
-9. As in OpenAI's code, but not in CleanRL: no clipping of gradients or values, half the squared value error with weight
-   1, reward scale as in `ppo.py`, and an Adam of its own for the auxiliary phase.
+Differs from the paper and from OpenAI's phasic-policy-gradient (1 to 4: by default, not with `--preset paper`):
+1. Phases have 8 iterations and 3 auxiliary passes, not 32 and 6. This learns faster at first (benchmarks/NOTES.md).
+2. Minibatches have random steps of all environments, not whole rollouts of a few. This learns faster at first, too.
+3. The policy phase has half of the paper's learning rate, because one process makes as many gradient steps as the
+   paper's four, each on a quarter of the steps. Four ranks (torchrun) need 5e-4.
+4. One encoder costs half of the paper's two. The value head's gradient does not reach it, as in OpenAI's code.
+5. A run that ends in mid-phase closes with an auxiliary phase.
+6. Advantages are divided by the sample standard deviation (Bessel's correction). OpenAI uses the population's.
+
+Differs from CleanRL's ppg_procgen.py:
+1. Gradients and values are not clipped, and the value loss has weight 1, as in OpenAI's code.
+2. The scale of rewards discounts returns by 0.99, as in OpenAI's code. CleanRL discounts by gamma.
+3. The auxiliary phase has an Adam of its own, as in OpenAI's code.
+4. CleanRL has the paper's phases and learning rate, and drops a last phase that is not complete.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from gymnasium.vector import VectorEnv
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
+from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer
 
-from common.accelerate import accelerate
+from common import InputError
+from common.checkpoint import ReplayedPhase
 from common.device import frame_store, to_device
+from common.envs import Envs
+from common.fast import accelerate
 from common.learning import backward, mean_metrics
+from common.networks import PolicyHead, action_dist, init_layer, policy_kl
 from common.reward_scale import RewardNormalizer
-from common.run import Run
+from common.run import Run, require_finite
 from common.session import Session, run_script
-from common.settings import Fraction, NotNegative, Positive, RunArgs
+from common.settings import EnvArgs, Fraction, InitFn, IntrinsicArgs, NetworkArgs, NotNegative, Positive, RunArgs
 from common.world import World
 
-PAPER = {"arch": "dual", "learning_rate": 5e-4, "whole_rollouts": True, "n_pi": 32, "e_aux": 6}
 
-
-@RunArgs.presets({"paper": PAPER | {"exp_name": f"{Path(__file__).stem}-paper"}})
 @dataclass
-class Args(RunArgs):
-    exp_name: str = Path(__file__).stem
+class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {
+            "exp_name": f"{Path(__file__).stem}-paper", "arch": "dual", "learning_rate": 5e-4, "whole_rollouts": True,
+            "n_pi": 32, "e_aux": 6,
+        }
+    }  # fmt: skip
 
-    # ---- preset
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, a part of the run folder's name"""
     preset: Literal["short", "paper"] = "short"
     """short phases, one encoder, half the learning rate; or the paper's settings; flags given beside it win"""
-
-    # ---- environment
-    env_id: str = "starpilot"
-    """a Procgen game, several joined by commas, or a Gymnasium id"""
-    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
-    """Procgen's difficulty; not every game has the last three"""
-    num_levels: NotNegative[int] = 0
-    """number of Procgen levels to train on; 0 for no limit"""
-    start_level: NotNegative[int] = 0
-    """first Procgen level to train on (needs --num-levels)"""
-    num_threads: int = 4
-    """C++ threads that step Procgen"""
-    num_envs: Positive[int] = 64
-    """number of environments, of each rank (N)"""
-    num_env_groups: Positive[int] = 1
-    """groups of environments that take turns: with 2, Procgen steps one half while the policy acts for the other"""
-
-    # ---- algorithm
-    total_timesteps: Positive[int] = 25_000_000
-    """environment steps of the run; rounded up to whole iterations"""
     learning_rate: NotNegative[float] = 2.5e-4
     """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False
@@ -135,25 +125,9 @@ class Args(RunArgs):
     """size of a minibatch of the auxiliary phase, in rollouts of one environment (T steps each)"""
     num_aux_grad_accum: Positive[int] = 1
     """minibatches whose gradients the auxiliary phase accumulates before each step"""
-
-    # ---- intrinsic rewards
-    intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
-    """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
-    intrinsic_coef: NotNegative[float] = 0.5
-    """weight of the intrinsic advantages; the task's have weight 1"""
-    intrinsic_gamma: Fraction = 0.99
-    """discount factor of the intrinsic rewards"""
-    pretraining: bool = False
-    """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
-
-    # ---- network
     arch: Literal["detach", "dual", "shared"] = "detach"
     """detach: one encoder, no gradient from the value head; dual: a second encoder for it; shared: one for both"""
-    feature_dim: Positive[int] = 256
-    """width of the encoder's output"""
-    hidden_dim: Positive[int] = 64
-    """width of the MLP's hidden layer (vector observations only)"""
-    init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "normed"
+    init_fn: InitFn = "normed"
     """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
 
     @property
@@ -161,39 +135,15 @@ class Args(RunArgs):
         """Environment steps of a rank in an iteration: the batch that an update learns from."""
         return self.num_envs * self.num_steps
 
-    def constraints(self) -> Iterator[tuple[bool, str]]:
-        yield from super().constraints()
-        count, of = (self.num_envs, "environments") if self.whole_rollouts else (self.iteration_steps, "steps")
-        uneven = f"--num-minibatches {self.num_minibatches} does not divide the {count} {of} of a rollout: change one."
-        yield count % self.num_minibatches == 0, uneven
-        single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
-        yield self.num_minibatches < self.iteration_steps, single
+    def validate(self) -> None:
+        super().validate()
+        count, units = (self.num_envs, "environments") if self.whole_rollouts else (self.iteration_steps, "steps")
+        if count % self.num_minibatches or self.iteration_steps == self.num_minibatches:
+            parts = f"the {count} {units} of a rollout into minibatches of two steps or more"
+            raise InputError(f"--num-minibatches {self.num_minibatches} does not divide {parts}: change one.")
 
 
 # ---------------------------------------------------------------------------------------------------------- networks
-
-# Scale of the initial weights: the L2 norm of each output row for "normed", else the gain. The values of "normed" are
-# those of OpenAI's phasic-policy-gradient; "residual" keeps the variance over 3 stacks of 2 blocks of 2 convolutions.
-INIT_SCALES = {
-    "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
-    "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
-    "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
-    "xavier_normal": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
-}
-
-
-def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
-    if init_fn == "identity":
-        return layer
-    scale = INIT_SCALES[init_fn][role]
-    if init_fn == "normed":
-        rows = layer.weight.data.flatten(1)
-        layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
-    else:  # nn.init.orthogonal_, xavier_uniform_ or xavier_normal_
-        getattr(nn.init, f"{init_fn}_")(layer.weight, scale)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 class ResidualBlock(nn.Module):
@@ -247,45 +197,15 @@ def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_
     return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
 
 
-class PolicyHead(nn.Module):
-    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
-
-    P is the number of actions of a `Discrete` space and the number of bits of a `MultiBinary`. For a `Box` it is twice
-    its size: the means, and the logarithms of standard deviations that do not depend on the observation.
-    """
-
-    def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
-        super().__init__()
-        if isinstance(space, gym.spaces.Discrete) and space.start == 0:
-            size = int(space.n)
-        elif isinstance(space, gym.spaces.MultiBinary | gym.spaces.Box) and len(space.shape) == 1:
-            size = space.shape[0]
-        else:
-            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, or flat MultiBinary or Box")
-        self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
-        self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
-
-    def forward(self, features: Tensor) -> Tensor:
-        output = self.linear(features)
-        return output if self.log_std is None else torch.cat([output, self.log_std.expand_as(output)], dim=-1)
-
-
-def action_dist(space: gym.Space, params: Tensor) -> Distribution:
-    """The distribution over one action: categorical, independent Bernoulli, or diagonal Gaussian (not clipped)."""
-    if isinstance(space, gym.spaces.Discrete):
-        return Categorical(logits=params, validate_args=False)
-    if isinstance(space, gym.spaces.MultiBinary):
-        return Independent(Bernoulli(logits=params, validate_args=False), 1, validate_args=False)
-    mean, log_std = params.chunk(2, dim=-1)
-    return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
 class Agent(nn.Module):
     """Policy and value function, with an auxiliary value head on the policy's encoder; `arch` as in `Args`."""
 
+    policy_heads, value_heads = ["policy_head"], ["value_head", "aux_value_head"]  # for --init-heads
+
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
-        self.action_space, self.arch = action_space, args.arch
+        self.action_space = action_space
+        self.arch = args.arch
         self.bf16 = args.precision == "bf16" and len(observation_space.shape or ()) == 3
         self.encoder = make_encoder(observation_space, args.feature_dim, args.hidden_dim, args.init_fn)
         if args.arch == "dual":
@@ -295,7 +215,6 @@ class Agent(nn.Module):
         self.aux_value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # Autocast's cache of cast weights is off: the actor and learner threads of impala.py would share it.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -333,7 +252,10 @@ class Agent(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
+    """T steps of N environments; a minibatch has B steps in place of [T, N].
+
+    `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`.
+    """
 
     obs: Tensor  # [T, N, *observation_shape], uint8 frames or float32 vectors
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
@@ -342,53 +264,60 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [T, N] float32, scaled with --norm-reward return
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
+    advantages: Tensor | None = None  # [T, N] float32, once they are estimated
+    returns: Tensor | None = None  # [T, N] float32, the value targets
 
 
-def new_rollout(
-    num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
-) -> Rollout:
+def new_rollout(num_steps: int, envs: Envs, device: torch.device) -> Rollout:
     """An empty rollout on `device`."""
-    shape, discrete = (num_steps, num_envs), isinstance(action_space, gym.spaces.Discrete)
+    observation_space, action_space = envs.single_observation_space, envs.single_action_space
     obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
+    action_dtype = torch.int64 if isinstance(action_space, gym.spaces.Discrete) else torch.float32
+    shape = (num_steps, envs.num_envs)
     return Rollout(
-        torch.empty(shape + observation_space.shape, dtype=obs_dtype, device=device),
-        torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
-        *(torch.zeros(shape, device=device) for _ in range(5)),
+        obs=torch.empty(shape + observation_space.shape, dtype=obs_dtype, device=device),
+        actions=torch.zeros(shape + action_space.shape, dtype=action_dtype, device=device),
+        logprobs=torch.zeros(shape, device=device),
+        values=torch.zeros(shape, device=device),
+        rewards=torch.zeros(shape, device=device),
+        dones=torch.zeros(shape, device=device),
+        truncation_values=torch.zeros(shape, device=device),
     )
+
+
+def select_steps(rollout: Rollout, indices: Tensor) -> Rollout:
+    """The minibatch of steps `indices` [B] of the T x N steps of a rollout."""
+    return Rollout(*[x.flatten(0, 1).index_select(0, indices) for x in rollout])  # six times as fast as x[indices]
 
 
 @torch.no_grad()
 def collect(
-    agent: Agent, envs: VectorEnv, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
+    agent: Agent, envs: Envs, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
 ) -> tuple[Tensor, int]:
     """Fill `rollout` from `obs` [N, ...] on, the observations that the environments returned after `step` steps.
 
-    Returns the observations and the number of steps at its end; tells `run` of every finished episode. With
-    `--num-env-groups`, one group of environments steps while the policy acts for the next.
+    Returns the observations and the number of steps at its end; tells `run` of every finished episode.
     """
     num_steps, num_envs = rollout.rewards.shape
-    rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
+    rewards = np.zeros((num_steps, num_envs), np.float32)
+    dones = np.zeros((num_steps, num_envs), np.float32)
     rollout.truncation_values.zero_()
-    obs = obs.clone()
-    for t in range(num_steps + 1):
-        for group, part in envs.groups:
-            if t > 0:  # finish step t - 1
-                next_obs, rewards[t - 1, part], terminations, truncations, infos = group.step_wait()
-                dones[t - 1, part] = terminations | truncations
-                cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
-                if len(cut):
-                    final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
-                    rollout.truncation_values[t - 1, part.start + cut] = agent.get_value(final_obs)
-                obs[part] = to_device(next_obs, obs.device)
-                run.episodes(step + t * num_envs * run.world_size, infos, part.start)
-            if t < num_steps:  # begin step t
-                rollout.obs[t, part] = obs[part]
-                action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
-                rollout.actions[t, part] = action
-                group.step_async(action.cpu().numpy())
+    for t in range(num_steps):
+        rollout.obs[t] = obs
+        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(obs)
+        rollout.actions[t] = action
+        next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
+        dones[t] = terminations | truncations
+        cut = truncations & ~terminations  # by a time limit alone
+        if cut.any():
+            final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
+            rollout.truncation_values[t, cut] = agent.get_value(final_obs)
+        obs = to_device(next_obs, obs.device).to(obs.dtype)
+        step += num_envs * run.world_size
+        run.record(step, infos)
     rollout.rewards.copy_(torch.as_tensor(normalizer(rewards, dones)))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step + num_steps * num_envs * run.world_size
+    return obs, step
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -402,12 +331,16 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
     ended by itself. `last_value` [N] is the value of the observations after the rollout.
     """
-    not_done, next_values = 1 - rollout.dones, torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
+    not_done = 1 - rollout.dones
+    next_values = torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
     targets = rollout.rewards + gamma * (not_done * next_values + rollout.truncation_values)
-    deltas, decays = targets - rollout.values, gamma * gae_lambda * not_done
-    advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(last_value)
+    deltas = targets - rollout.values
+    decays = gamma * gae_lambda * not_done
+    advantages = torch.zeros_like(deltas)
+    advantage = torch.zeros_like(last_value)
     for t in reversed(range(len(advantages))):
-        advantage = advantages[t] = deltas[t] + decays[t] * advantage
+        advantage = deltas[t] + decays[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
@@ -445,7 +378,8 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, errors are at least those of values clipped to this distance from the old ones (baselines).
+    With `clip_coef_vf`, takes the larger of the plain and the clipped squared error: the clipped value is at most this
+    far from the old one (baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
@@ -459,59 +393,68 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
-def shuffled_steps(shape: tuple[int, int, int], whole_rollouts: bool, device: torch.device) -> Tensor:
-    """The steps 0 to K x T x N - 1 of rollouts [K, T, N], int64, in random order: single steps, or rollouts [T]."""
-    steps = torch.arange(math.prod(shape), device=device)
-    units = steps.view(shape).transpose(1, 2).flatten(0, 1) if whole_rollouts else steps
-    return units[torch.randperm(len(units), device=device)].flatten()
+def ppo_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy loss, entropy bonus and value loss of a minibatch (PPO, equation 9, negated), and metrics."""
+    _, logprobs, entropies, values = agent.get_action_and_value(minibatch.obs, minibatch.actions)
+    pg_loss, metrics = policy_loss(logprobs, minibatch.logprobs, minibatch.advantages, args.clip_coef, args.kl_penalty)
+    v_loss = value_loss(values, minibatch.values, minibatch.returns, args.clip_coef_vf)
+    entropy = entropies.mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
+
+
+def policy_only_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the E_pi passes minimise if E_V differs: policy loss and entropy bonus (PPG, algorithm 1)."""
+    _, logprobs, entropies, _ = agent.get_action_and_value(minibatch.obs, minibatch.actions)
+    pg_loss, metrics = policy_loss(logprobs, minibatch.logprobs, minibatch.advantages, args.clip_coef, args.kl_penalty)
+    entropy = entropies.mean()
+    return pg_loss - args.ent_coef * entropy, metrics | {"losses/entropy": entropy}
+
+
+def value_only_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the E_V passes minimise if E_pi differs: the value loss (PPG, L^value)."""
+    v_loss = value_loss(agent.get_value(minibatch.obs), minibatch.values, minibatch.returns, args.clip_coef_vf)
+    return args.vf_coef * v_loss, {"losses/value_loss": v_loss}
+
+
+def random_steps(shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """The steps 0 to K x T x N - 1 of rollouts [K, T, N], int64, in random order."""
+    return torch.randperm(math.prod(shape), device=device)
+
+
+def whole_rollouts(shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """The same steps, int64, with the T steps of an iteration and environment in a row, and these in random order."""
+    rollouts = torch.arange(math.prod(shape), device=device).view(shape).transpose(1, 2).flatten(0, 1)
+    return rollouts[torch.randperm(len(rollouts), device=device)].flatten()
 
 
 def update(
-    agent: Agent, optimizers: tuple, rollout: Rollout, advantages: Tensor, returns: Tensor, args: Args, world: World
+    agent: Agent, optimizer: Optimizer, value_optimizer: Optimizer, rollout: Rollout, args: Args, world: World
 ) -> dict[str, Tensor]:
-    """Train on a rollout and its advantages and value targets [T, N], in random minibatches. Returns mean metrics."""
-
-    def policy_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
-        _, logprobs, entropy, _ = agent.get_action_and_value(obs, actions)
-        pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef, args.kl_penalty)
-        return pg_loss - args.ent_coef * entropy.mean(), metrics | {"losses/entropy": entropy.mean()}
-
-    def value_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
-        v_loss = value_loss(agent.get_value(obs), old_values, returns, args.clip_coef_vf)
-        return args.vf_coef * v_loss, {"losses/value_loss": v_loss}
-
-    def ppo_loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
-        _, logprobs, entropy, values = agent.get_action_and_value(obs, actions)
-        pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef, args.kl_penalty)
-        v_loss, entropy = value_loss(values, old_values, returns, args.clip_coef_vf), entropy.mean()
-        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
-
-    passes = [(ppo_loss_of, optimizers[0])] * args.e_policy
-    if args.e_policy != args.e_value:
-        passes = [(value_loss_of, optimizers[1])] * args.e_value + [(policy_loss_of, optimizers[0])] * args.e_policy
+    """Train on a rollout with advantages and returns, in minibatches. Returns mean metrics."""
     if args.norm_adv == "batch":
-        advantages = normalize_advantages(advantages, world)
+        rollout = rollout._replace(advantages=normalize_advantages(rollout.advantages, world))
+    shuffle = whole_rollouts if args.whole_rollouts else random_steps
+    passes = [(ppo_loss, optimizer)] * args.e_policy
+    if args.e_policy != args.e_value:
+        passes = [(value_only_loss, value_optimizer)] * args.e_value + [(policy_only_loss, optimizer)] * args.e_policy
     history = []
-    for loss_of, optimizer in passes:
-        order = shuffled_steps((1, *advantages.shape), args.whole_rollouts, advantages.device)
-        for batch in order.chunk(args.num_minibatches):
-            minibatch = [
-                x.flatten(0, 1).index_select(0, batch)  # six times as fast as [batch] for frames
-                for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-            ]
+    for loss_of, each_optimizer in passes:
+        for indices in shuffle((1, *rollout.rewards.shape), rollout.obs.device).chunk(args.num_minibatches):
+            minibatch = select_steps(rollout, indices)
             if args.norm_adv == "minibatch":
-                minibatch[-1] = normalize_advantages(minibatch[-1], world)
-            optimizer.zero_grad()
-            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # the ranks' mean gradient
+                minibatch = minibatch._replace(advantages=normalize_advantages(minibatch.advantages, world))
+            each_optimizer.zero_grad()
+            metrics = backward(loss_of, agent, minibatch, args, world)  # the ranks' mean gradient
             metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
-            optimizer.step()
+            each_optimizer.step()
             history.append(metrics)
         if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
             break
+    first = 0 if args.e_policy == args.e_value else args.e_value * args.num_minibatches  # step of a policy pass
     return mean_metrics(history) | {
-        "losses/initial_ratio_deviation": next(m for m in history if "losses/entropy" in m)["losses/ratio_deviation"],
-        "losses/explained_variance": explained_variance(rollout.values, returns),
+        "losses/initial_ratio_deviation": history[first]["losses/ratio_deviation"],
+        "losses/explained_variance": explained_variance(rollout.values, rollout.returns),
     }
 
 
@@ -519,79 +462,69 @@ def update(
 
 
 class Phase:
-    """The rollouts of a policy phase: `obs` [K, T, N, ...], on any device, `actions`, and value targets `returns`.
-    A checkpoint has the actions in place of Procgen's frames, which `envs` replay; other observations are saved."""
+    """The rollouts of a policy phase, of which the first `length` are there."""
 
-    def __init__(self, size: int, envs: VectorEnv, rollout: Rollout, args: Args, device: torch.device):
+    def __init__(self, size: int, rollout: Rollout, args: Args, device: torch.device):
         disk = args.runs_dir if args.aux_frames == "disk" else None
-        obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, disk)
-        actions = torch.empty((size, *rollout.actions.shape), dtype=rollout.actions.dtype)
-        self.envs, self.store = envs, (obs, actions, torch.empty((size, *rollout.values.shape), device=device))
-        self.clear()
+        self.obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, disk)  # [K, T, N, ...]
+        self.returns = torch.empty((size, *rollout.rewards.shape), device=device)  # [K, T, N] float32, value targets
+        self.actions = torch.empty((size, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
 
-    def clear(self) -> None:
-        """Begin a new phase where the environments are now."""
-        self.start = self.envs.state_dict()
-        self.resize(0)
-
-    def resize(self, length: int) -> None:
-        self.obs, self.actions, self.returns = (x[:length] for x in self.store)
-        self.full = length == len(self.store[0])
+    def begin(self, envs: Envs) -> None:
+        """Begin a phase where the environments are now."""
+        self.start = envs.state_dict()  # for checkpoints
+        self.length = 0
 
     def add(self, rollout: Rollout, returns: Tensor) -> None:
-        self.resize(len(self.obs) + 1)
-        self.obs[-1], self.actions[-1], self.returns[-1] = rollout.obs, rollout.actions, returns
-
-    def state_dict(self) -> dict:
-        state = {"start": self.start, "actions": self.actions, "returns": self.returns}
-        return state if self.envs.restorable else state | {"obs": self.obs}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore a phase that led `envs` to where they are. Raises InputError if they do not repeat it."""
-        self.start = state["start"]
-        self.resize(len(state["actions"]))
-        self.actions[:], self.returns[:] = state["actions"], state["returns"]
-        if "obs" in state:
-            self.obs[:] = state["obs"]
-        else:
-            self.envs.replay(self.start, self.actions, self.obs)
+        self.obs[self.length] = rollout.obs
+        self.returns[self.length] = returns
+        self.actions[self.length] = rollout.actions
+        self.length += 1
 
 
-def policy_kl(old: Distribution, new: Distribution) -> Tensor:
-    """KL(old || new) [B], computed from log-probabilities: finite where a new probability rounds to 0."""
-    if isinstance(new, Categorical):
-        return (old.probs * (old.logits - new.logits)).sum(-1)
-    if isinstance(new.base_dist, Bernoulli):
-        old, new = old.base_dist.logits, new.base_dist.logits
-        on, off = F.logsigmoid(old) - F.logsigmoid(new), F.logsigmoid(-old) - F.logsigmoid(-new)
-        return (old.sigmoid() * on + (-old).sigmoid() * off).sum(-1)
-    return kl_divergence(old, new)
+class AuxMinibatch(NamedTuple):
+    """B steps of a phase."""
+
+    obs: Tensor  # [B, *observation_shape]
+    old_params: Tensor  # [B, P], of the action distributions before the auxiliary phase
+    returns: Tensor  # [B], the value targets of the policy phase
+
+
+def aux_loss(agent: Agent, minibatch: AuxMinibatch, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """L^joint, which is L^aux and the cloning term, plus L^value (PPG, section 2), and metrics."""
+    params, values, aux_values = agent.get_policy_and_values(minibatch.obs)
+    old_dist = action_dist(agent.action_space, minibatch.old_params)
+    kl_loss = policy_kl(old_dist, action_dist(agent.action_space, params)).mean()
+    aux_value_loss = 0.5 * ((aux_values - minibatch.returns) ** 2).mean()
+    real_value_loss = 0.5 * ((values - minibatch.returns) ** 2).mean()
+    metrics = {
+        "losses/aux/aux_value_loss": aux_value_loss,
+        "losses/aux/real_value_loss": real_value_loss,
+        "losses/aux/kl_loss": kl_loss,
+    }
+    return aux_value_loss + real_value_loss + args.beta_clone * kl_loss, metrics
 
 
 def auxiliary_phase(
     agent: Agent, optimizer: Optimizer, phase: Phase, args: Args, show: Callable[[str], None], world: World
 ) -> dict[str, Tensor]:
-    """Train encoder and value heads on the rollouts of a phase. Returns the means of the metrics."""
-    obs, returns, device = phase.obs.flatten(0, 2), phase.returns.flatten(), phase.returns.device
-
-    def loss_of(obs, old_params, returns):  # L^joint (aux_value_loss and kl_loss) and L^value (PPG, section 2)
-        params, values, aux_values = agent.get_policy_and_values(obs)
-        kl_loss = policy_kl(action_dist(agent.action_space, old_params), action_dist(agent.action_space, params)).mean()
-        aux_value_loss, real_value_loss = (0.5 * ((v - returns) ** 2).mean() for v in (aux_values, values))
-        metrics = {"losses/aux/aux_value_loss": aux_value_loss, "losses/aux/real_value_loss": real_value_loss}
-        return aux_value_loss + real_value_loss + args.beta_clone * kl_loss, metrics | {"losses/aux/kl_loss": kl_loss}
-
-    history, at_a_time = [], args.num_aux_rollouts * args.num_steps
+    """Train encoder and value heads on the rollouts of a phase. Returns mean metrics."""
+    shuffle = whole_rollouts if args.whole_rollouts else random_steps
+    obs = phase.obs[: phase.length].flatten(0, 2)
+    returns = phase.returns[: phase.length].flatten()
+    device = returns.device
+    at_a_time = args.num_aux_rollouts * args.num_steps
     with torch.no_grad():
         old_params = torch.cat([agent.get_policy(to_device(part, device)) for part in obs.split(at_a_time)])
+    history = []
     for epoch in range(1, args.e_aux + 1):
-        order = shuffled_steps(phase.returns.shape, args.whole_rollouts, device)
-        for batch in order.split(at_a_time * args.num_aux_grad_accum):
+        order = shuffle((phase.length, args.num_steps, args.num_envs), device)
+        for indices in order.split(at_a_time * args.num_aux_grad_accum):
             show(f"aux. phase {epoch}/{args.e_aux}")
+            frames = to_device(obs.index_select(0, indices.to(obs.device)), device)
+            minibatch = AuxMinibatch(frames, old_params[indices], returns[indices])
             optimizer.zero_grad()  # drops the policy phase's last gradient, too
-            frames = obs.index_select(0, batch.to(obs.device))
-            minibatch = to_device(frames, device), old_params[batch], returns[batch]
-            metrics = backward(loss_of, minibatch, args.micro_batch_size, world, at_most=at_a_time)
+            metrics = backward(aux_loss, agent, minibatch, args, world, at_most=at_a_time)
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             metrics["losses/aux/grad_norm"] = grad_norm
             optimizer.step()
@@ -604,12 +537,11 @@ def auxiliary_phase(
 
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    with Session(args, __file__) as session:  # checks, ranks, the run to resume, seed, device
+    with Session(args, __file__) as session:
         # ---- set up
         args, world, device = session.args, session.world, session.device
         envs = session.make_envs()
-        observation_space, action_space = envs.single_observation_space, envs.single_action_space
-        agent = Agent(observation_space, action_space, args).to(device)
+        agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         accelerate(agent, args.accelerate)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         value_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
@@ -617,17 +549,21 @@ def main(args: Args) -> Path:
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, epochs=args.e_value)
-        rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
+        rollout = new_rollout(args.num_steps, envs, device)
         parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
-        phase = Phase(min(args.n_pi, session.num_iterations), envs, rollout, args, device)
-        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer, "phase": phase}
+        phase = Phase(min(args.n_pi, session.num_iterations), rollout, args, device)
+        phase.begin(envs)
+        parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
+        parts["phase"] = ReplayedPhase(phase, envs)
         run = session.open_run(agent, **parts)
-        step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
+        step = run.step
+        obs = to_device(envs.obs, device).to(rollout.obs.dtype)
 
         while step < run.total_steps:
             left = 1 - step / run.total_steps if args.anneal_lr else 1
             learning_rate = args.learning_rate * left
-            optimizer.param_groups[0]["lr"] = value_optimizer.param_groups[0]["lr"] = learning_rate
+            optimizer.param_groups[0]["lr"] = learning_rate
+            value_optimizer.param_groups[0]["lr"] = learning_rate
             aux_optimizer.param_groups[0]["lr"] = args.aux_learning_rate * left
 
             # ---- collect
@@ -637,17 +573,19 @@ def main(args: Args) -> Path:
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-            returns, metrics = advantages + rollout.values, {}
+            returns = advantages + rollout.values
+            metrics = {}
             if intrinsic is not None:
-                advantages, returns, metrics = intrinsic(rollout, obs, advantages, compute_gae)
-            metrics |= update(agent, (optimizer, value_optimizer), rollout, advantages, returns, args, world)
+                advantages, returns, metrics = intrinsic(rollout, obs, advantages)
+            batch = rollout._replace(advantages=advantages, returns=returns)
+            metrics |= update(agent, optimizer, value_optimizer, batch, args, world)
 
             # ---- auxiliary phase
             phase.add(rollout, returns)
-            if phase.full or step >= run.total_steps:
-                run.require_finite(step, metrics)  # before many passes are spent on a broken network
+            if phase.length == len(phase.obs) or step >= run.total_steps:
+                require_finite(step, metrics)  # before many passes are spent on a broken network
                 metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, partial(run.show, step), world)
-                phase.clear()
+                phase.begin(envs)
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate})

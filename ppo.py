@@ -5,25 +5,28 @@
     python ppo.py --env-id CartPole-v1 --num-envs 8 --num-steps 128 --total-timesteps 200000 --gamma 0.99
     torchrun --nproc-per-node 4 ppo.py --env-id starpilot    # 4 ranks with 64 environments each
 
-The defaults are those of the Procgen paper (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588) for the easy mode, as
-run with OpenAI's baselines. Deviations from those runs and from CleanRL's ppo_procgen.py:
+    until total_timesteps:
+        play T steps in each of N environments                         collect
+        scale rewards; estimate advantages and returns                 RewardNormalizer, compute_gae
+        K times, for each random minibatch:                            update
+            minimise policy loss - c2 entropy + c1 value loss          ppo_loss
 
-1. `--total-timesteps` is rounded up to whole iterations, and the learning-rate schedule ends where the run ends.
-2. The logs have every finished episode. Losses are logged as means over all minibatches.
-3. Where Gymnasium reports a truncation, the return bootstraps from the value of the final observation (Pardo et al.
-   2018, https://arxiv.org/abs/1712.00378). Procgen reports none: its step limits terminate episodes, as for OpenAI.
-4. Vector observations go through an MLP, and are not normalised.
-5. The convolutional encoder computes in bfloat16 where the device has instructions for it (`--precision`).
-6. Advantages are divided by the sample standard deviation (Bessel's correction), as in CleanRL; OpenAI uses the
-   population's. Several ranks pool the moments of advantages and returns exactly; OpenAI averages the variances.
-7. The running statistics include a rollout's returns before its rewards are scaled. These returns are discounted by
-   .99, the default of baselines' VecNormalize, as in the published runs; CleanRL uses gamma.
-8. All weights start Xavier-uniform (the heads' scaled by .01 and 1) with zero biases; baselines and CleanRL have
-   orthogonal heads, CleanRL has PyTorch's default elsewhere. Max-pooling pads both sides; TensorFlow pads one side.
+The defaults are the Procgen paper's (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588) for the easy mode, as run
+with OpenAI's baselines. README.md lists the choices that all three scripts share.
+
+Differs from the paper and from baselines:
+1. Max-pooling pads both sides; TensorFlow pads one side.
+2. All weights start Xavier-uniform, those of the heads scaled by 0.01 and 1. The heads of baselines are orthogonal.
+3. The scale of rewards takes in a whole rollout before it scales it. VecNormalize of baselines goes step by step.
+4. Advantages are divided by the sample standard deviation (Bessel's correction). Baselines uses the population's.
+
+Differs from CleanRL's ppo_procgen.py:
+1. The scale of rewards discounts returns by 0.99, as in baselines. CleanRL discounts by gamma.
+2. CleanRL has orthogonal heads, and PyTorch's default initialisation elsewhere.
+3. Losses are logged as means over all minibatches. CleanRL logs the last minibatch's.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -33,44 +36,27 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from gymnasium.vector import VectorEnv
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
+from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer
 
-from common.accelerate import accelerate
+from common import InputError
 from common.device import to_device
+from common.envs import Envs
+from common.fast import accelerate
 from common.learning import backward, mean_metrics
+from common.networks import PolicyHead, action_dist, init_layer
 from common.reward_scale import RewardNormalizer
 from common.run import Run
 from common.session import Session, run_script
-from common.settings import Fraction, NotNegative, Positive, RunArgs
+from common.settings import EnvArgs, Fraction, IntrinsicArgs, NetworkArgs, NotNegative, Positive, RunArgs
 from common.world import World
 
 
 @dataclass
-class Args(RunArgs):
+class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
     exp_name: str = Path(__file__).stem
-
-    # ---- environment
-    env_id: str = "starpilot"
-    """a Procgen game, several joined by commas, or a Gymnasium id"""
-    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
-    """Procgen's difficulty; not every game has the last three"""
-    num_levels: NotNegative[int] = 0
-    """number of Procgen levels to train on; 0 for no limit"""
-    start_level: NotNegative[int] = 0
-    """first Procgen level to train on (needs --num-levels)"""
-    num_threads: int = 4
-    """C++ threads that step Procgen"""
-    num_envs: Positive[int] = 64
-    """number of environments, of each rank (N)"""
-    num_env_groups: Positive[int] = 1
-    """groups of environments that take turns: with 2, Procgen steps one half while the policy acts for the other"""
-
-    # ---- algorithm
-    total_timesteps: Positive[int] = 25_000_000
-    """environment steps of the run; rounded up to whole iterations"""
+    """name of the experiment, a part of the run folder's name"""
     learning_rate: NotNegative[float] = 5e-4
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
@@ -106,62 +92,19 @@ class Args(RunArgs):
     norm_reward_gamma: Fraction | None = 0.99
     """discount factor of the return that --norm-reward return scales by; None for gamma"""
 
-    # ---- intrinsic rewards
-    intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
-    """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
-    intrinsic_coef: NotNegative[float] = 0.5
-    """weight of the intrinsic advantages; the task's have weight 1"""
-    intrinsic_gamma: Fraction = 0.99
-    """discount factor of the intrinsic rewards"""
-    pretraining: bool = False
-    """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
-
-    # ---- network
-    feature_dim: Positive[int] = 256
-    """width of the encoder's output"""
-    hidden_dim: Positive[int] = 64
-    """width of the MLP's hidden layer (vector observations only)"""
-    init_fn: Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"] = "xavier_uniform"
-    """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
-
     @property
     def iteration_steps(self) -> int:
         """Environment steps of a rank in an iteration: the batch that an update learns from."""
         return self.num_envs * self.num_steps
 
-    def constraints(self) -> Iterator[tuple[bool, str]]:
-        yield from super().constraints()
-        count = self.iteration_steps
-        uneven = f"--num-minibatches {self.num_minibatches} does not divide the {count} steps of a rollout: change one."
-        yield count % self.num_minibatches == 0, uneven
-        single = f"--num-minibatches {self.num_minibatches} leaves minibatches of one step: lower it."
-        yield self.num_minibatches < self.iteration_steps, single
+    def validate(self) -> None:
+        super().validate()
+        if self.iteration_steps % self.num_minibatches or self.iteration_steps == self.num_minibatches:
+            parts = f"the {self.iteration_steps} steps of a rollout into minibatches of two steps or more"
+            raise InputError(f"--num-minibatches {self.num_minibatches} does not divide {parts}: change one.")
 
 
 # ---------------------------------------------------------------------------------------------------------- networks
-
-# Scale of the initial weights: the L2 norm of each output row for "normed", else the gain. The values of "normed" are
-# those of OpenAI's phasic-policy-gradient; "residual" keeps the variance over 3 stacks of 2 blocks of 2 convolutions.
-INIT_SCALES = {
-    "normed": {"conv": 1.0, "residual": (3**-0.5 * 2**-0.5) ** 0.5, "dense": 1.4, "policy": 0.1, "value": 0.1},
-    "orthogonal": {"conv": 2**0.5, "residual": 2**0.5, "dense": 2**0.5, "policy": 0.01, "value": 1.0},
-    "xavier_uniform": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
-    "xavier_normal": {"conv": 1.0, "residual": 1.0, "dense": 1.0, "policy": 0.01, "value": 1.0},
-}
-
-
-def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
-    """Initialise a convolution or linear layer in place: weights by `init_fn`, scaled for `role`; biases 0."""
-    if init_fn == "identity":
-        return layer
-    scale = INIT_SCALES[init_fn][role]
-    if init_fn == "normed":
-        rows = layer.weight.data.flatten(1)
-        layer.weight.data *= (scale / rows.norm(dim=1)).view(-1, *[1] * (layer.weight.dim() - 1))
-    else:  # nn.init.orthogonal_, xavier_uniform_ or xavier_normal_
-        getattr(nn.init, f"{init_fn}_")(layer.weight, scale)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 class ResidualBlock(nn.Module):
@@ -215,41 +158,10 @@ def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_
     return nn.Sequential(hidden, nn.Tanh(), output, nn.Tanh())
 
 
-class PolicyHead(nn.Module):
-    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
-
-    P is the number of actions of a `Discrete` space and the number of bits of a `MultiBinary`. For a `Box` it is twice
-    its size: the means, and the logarithms of standard deviations that do not depend on the observation.
-    """
-
-    def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
-        super().__init__()
-        if isinstance(space, gym.spaces.Discrete) and space.start == 0:
-            size = int(space.n)
-        elif isinstance(space, gym.spaces.MultiBinary | gym.spaces.Box) and len(space.shape) == 1:
-            size = space.shape[0]
-        else:
-            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, or flat MultiBinary or Box")
-        self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
-        self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
-
-    def forward(self, features: Tensor) -> Tensor:
-        output = self.linear(features)
-        return output if self.log_std is None else torch.cat([output, self.log_std.expand_as(output)], dim=-1)
-
-
-def action_dist(space: gym.Space, params: Tensor) -> Distribution:
-    """The distribution over one action: categorical, independent Bernoulli, or diagonal Gaussian (not clipped)."""
-    if isinstance(space, gym.spaces.Discrete):
-        return Categorical(logits=params, validate_args=False)
-    if isinstance(space, gym.spaces.MultiBinary):
-        return Independent(Bernoulli(logits=params, validate_args=False), 1, validate_args=False)
-    mean, log_std = params.chunk(2, dim=-1)
-    return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
 class Agent(nn.Module):
     """Policy and value function on one encoder."""
+
+    policy_heads, value_heads = ["policy_head"], ["value_head"]  # for --init-heads
 
     def __init__(self, observation_space: gym.spaces.Box, action_space: gym.Space, args: Args):
         super().__init__()
@@ -260,7 +172,6 @@ class Agent(nn.Module):
         self.value_head = init_layer(nn.Linear(args.feature_dim, 1), args.init_fn, "value")
 
     def encode(self, encoder: nn.Module, obs: Tensor) -> Tensor:
-        # Autocast's cache of cast weights is off: the actor and learner threads of impala.py would share it.
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             features = encoder(obs)
         return features.float() if self.bf16 else features
@@ -269,13 +180,9 @@ class Agent(nn.Module):
         """Value estimates, float32 [B], of observations [B, ...]."""
         return self.value_head(self.encode(self.encoder, obs)).squeeze(-1)
 
-    def get_policy(self, obs: Tensor) -> Tensor:
-        """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
-        return self.policy_head(self.encode(self.encoder, obs))
-
     def get_action_dist(self, obs: Tensor, state: None = None) -> tuple[Distribution, None]:
         """The distributions over actions at observations [N, ...]; there is no state to keep from step to step."""
-        return action_dist(self.action_space, self.get_policy(obs)), state
+        return action_dist(self.action_space, self.policy_head(self.encode(self.encoder, obs))), state
 
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""
@@ -289,7 +196,10 @@ class Agent(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
+    """T steps of N environments; a minibatch has B steps in place of [T, N].
+
+    `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`.
+    """
 
     obs: Tensor  # [T, N, *observation_shape], uint8 frames or float32 vectors
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
@@ -298,53 +208,60 @@ class Rollout(NamedTuple):
     rewards: Tensor  # [T, N] float32, scaled with --norm-reward return
     dones: Tensor  # [T, N] float32
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
+    advantages: Tensor | None = None  # [T, N] float32, once they are estimated
+    returns: Tensor | None = None  # [T, N] float32, the value targets
 
 
-def new_rollout(
-    num_steps: int, num_envs: int, observation_space: gym.Space, action_space: gym.Space, device: torch.device
-) -> Rollout:
+def new_rollout(num_steps: int, envs: Envs, device: torch.device) -> Rollout:
     """An empty rollout on `device`."""
-    shape, discrete = (num_steps, num_envs), isinstance(action_space, gym.spaces.Discrete)
+    observation_space, action_space = envs.single_observation_space, envs.single_action_space
     obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
+    action_dtype = torch.int64 if isinstance(action_space, gym.spaces.Discrete) else torch.float32
+    shape = (num_steps, envs.num_envs)
     return Rollout(
-        torch.empty(shape + observation_space.shape, dtype=obs_dtype, device=device),
-        torch.zeros(shape + action_space.shape, dtype=torch.int64 if discrete else torch.float32, device=device),
-        *(torch.zeros(shape, device=device) for _ in range(5)),
+        obs=torch.empty(shape + observation_space.shape, dtype=obs_dtype, device=device),
+        actions=torch.zeros(shape + action_space.shape, dtype=action_dtype, device=device),
+        logprobs=torch.zeros(shape, device=device),
+        values=torch.zeros(shape, device=device),
+        rewards=torch.zeros(shape, device=device),
+        dones=torch.zeros(shape, device=device),
+        truncation_values=torch.zeros(shape, device=device),
     )
+
+
+def select_steps(rollout: Rollout, indices: Tensor) -> Rollout:
+    """The minibatch of steps `indices` [B] of the T x N steps of a rollout."""
+    return Rollout(*[x.flatten(0, 1).index_select(0, indices) for x in rollout])  # six times as fast as x[indices]
 
 
 @torch.no_grad()
 def collect(
-    agent: Agent, envs: VectorEnv, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
+    agent: Agent, envs: Envs, rollout: Rollout, obs: Tensor, step: int, normalizer: RewardNormalizer, run: Run
 ) -> tuple[Tensor, int]:
     """Fill `rollout` from `obs` [N, ...] on, the observations that the environments returned after `step` steps.
 
-    Returns the observations and the number of steps at its end; tells `run` of every finished episode. With
-    `--num-env-groups`, one group of environments steps while the policy acts for the next.
+    Returns the observations and the number of steps at its end; tells `run` of every finished episode.
     """
     num_steps, num_envs = rollout.rewards.shape
-    rewards, dones = np.zeros((2, num_steps, num_envs), np.float32)
+    rewards = np.zeros((num_steps, num_envs), np.float32)
+    dones = np.zeros((num_steps, num_envs), np.float32)
     rollout.truncation_values.zero_()
-    obs = obs.clone()
-    for t in range(num_steps + 1):
-        for group, part in envs.groups:
-            if t > 0:  # finish step t - 1
-                next_obs, rewards[t - 1, part], terminations, truncations, infos = group.step_wait()
-                dones[t - 1, part] = terminations | truncations
-                cut = np.flatnonzero(truncations & ~terminations)  # by a time limit alone
-                if len(cut):
-                    final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
-                    rollout.truncation_values[t - 1, part.start + cut] = agent.get_value(final_obs)
-                obs[part] = to_device(next_obs, obs.device)
-                run.episodes(step + t * num_envs * run.world_size, infos, part.start)
-            if t < num_steps:  # begin step t
-                rollout.obs[t, part] = obs[part]
-                action, rollout.logprobs[t, part], _, rollout.values[t, part] = agent.get_action_and_value(obs[part])
-                rollout.actions[t, part] = action
-                group.step_async(action.cpu().numpy())
+    for t in range(num_steps):
+        rollout.obs[t] = obs
+        action, rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(obs)
+        rollout.actions[t] = action
+        next_obs, rewards[t], terminations, truncations, infos = envs.step(action.cpu().numpy())
+        dones[t] = terminations | truncations
+        cut = truncations & ~terminations  # by a time limit alone
+        if cut.any():
+            final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
+            rollout.truncation_values[t, cut] = agent.get_value(final_obs)
+        obs = to_device(next_obs, obs.device).to(obs.dtype)
+        step += num_envs * run.world_size
+        run.record(step, infos)
     rollout.rewards.copy_(torch.as_tensor(normalizer(rewards, dones)))
     rollout.dones.copy_(torch.as_tensor(dones))
-    return obs, step + num_steps * num_envs * run.world_size
+    return obs, step
 
 
 # ----------------------------------------------------------------------------------------------------------- learning
@@ -358,12 +275,16 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
     ended by itself. `last_value` [N] is the value of the observations after the rollout.
     """
-    not_done, next_values = 1 - rollout.dones, torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
+    not_done = 1 - rollout.dones
+    next_values = torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
     targets = rollout.rewards + gamma * (not_done * next_values + rollout.truncation_values)
-    deltas, decays = targets - rollout.values, gamma * gae_lambda * not_done
-    advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(last_value)
+    deltas = targets - rollout.values
+    decays = gamma * gae_lambda * not_done
+    advantages = torch.zeros_like(deltas)
+    advantage = torch.zeros_like(last_value)
     for t in reversed(range(len(advantages))):
-        advantage = advantages[t] = deltas[t] + decays[t] * advantage
+        advantage = deltas[t] + decays[t] * advantage
+        advantages[t] = advantage
     return advantages
 
 
@@ -397,7 +318,8 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, errors are at least those of values clipped to this distance from the old ones (baselines).
+    With `clip_coef_vf`, takes the larger of the plain and the clipped squared error: the clipped value is at most this
+    far from the old one (baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
@@ -411,39 +333,36 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
 
 
-def update(
-    agent: Agent, optimizer: Optimizer, rollout: Rollout, advantages: Tensor, returns: Tensor, args: Args, world: World
-) -> dict[str, Tensor]:
-    """Train on a rollout and its advantages and value targets [T, N], in random minibatches. Returns mean metrics."""
+def ppo_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy loss, entropy bonus and value loss of a minibatch (PPO, equation 9, negated), and metrics."""
+    _, logprobs, entropies, values = agent.get_action_and_value(minibatch.obs, minibatch.actions)
+    pg_loss, metrics = policy_loss(logprobs, minibatch.logprobs, minibatch.advantages, args.clip_coef)
+    v_loss = value_loss(values, minibatch.values, minibatch.returns, args.clip_coef_vf)
+    entropy = entropies.mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
 
-    def loss_of(obs, actions, old_logprobs, old_values, returns, advantages):
-        _, logprobs, entropy, values = agent.get_action_and_value(obs, actions)
-        pg_loss, metrics = policy_loss(logprobs, old_logprobs, advantages, args.clip_coef)
-        v_loss, entropy = value_loss(values, old_values, returns, args.clip_coef_vf), entropy.mean()
-        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
 
+def update(agent: Agent, optimizer: Optimizer, rollout: Rollout, args: Args, world: World) -> dict[str, Tensor]:
+    """Train on a rollout with advantages and returns, in random minibatches. Returns mean metrics."""
     if args.norm_adv == "batch":
-        advantages = normalize_advantages(advantages, world)
+        rollout = rollout._replace(advantages=normalize_advantages(rollout.advantages, world))
     history = []
     for _ in range(args.update_epochs):
-        for batch in torch.randperm(args.iteration_steps, device=advantages.device).chunk(args.num_minibatches):
-            minibatch = [
-                x.flatten(0, 1).index_select(0, batch)  # six times as fast as [batch] for frames
-                for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values, returns, advantages)
-            ]
+        for indices in torch.randperm(args.iteration_steps, device=rollout.obs.device).chunk(args.num_minibatches):
+            minibatch = select_steps(rollout, indices)
             if args.norm_adv == "minibatch":
-                minibatch[-1] = normalize_advantages(minibatch[-1], world)
+                minibatch = minibatch._replace(advantages=normalize_advantages(minibatch.advantages, world))
             optimizer.zero_grad()
-            metrics = backward(loss_of, minibatch, args.micro_batch_size, world)  # the ranks' mean gradient
+            metrics = backward(ppo_loss, agent, minibatch, args, world)  # the ranks' mean gradient
             metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             optimizer.step()
             history.append(metrics)
-        if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
+        if args.target_kl is not None and world.all_reduce_mean(metrics)["losses/approx_kl"] > args.target_kl:
             break
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
-        "losses/explained_variance": explained_variance(rollout.values, returns),
+        "losses/explained_variance": explained_variance(rollout.values, rollout.returns),
     }
 
 
@@ -452,21 +371,21 @@ def update(
 
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    with Session(args, __file__) as session:  # checks, ranks, the run to resume, seed, device
+    with Session(args, __file__) as session:
         # ---- set up
         args, world, device = session.args, session.world, session.device
         envs = session.make_envs()
-        observation_space, action_space = envs.single_observation_space, envs.single_action_space
-        agent = Agent(observation_space, action_space, args).to(device)
+        agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         accelerate(agent, args.accelerate)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, epochs=args.update_epochs)
-        rollout = new_rollout(args.num_steps, args.num_envs, observation_space, action_space, device)
+        rollout = new_rollout(args.num_steps, envs, device)
         parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
         run = session.open_run(agent, **parts)
-        step, obs = run.step, to_device(envs.obs, device).to(rollout.obs.dtype)
+        step = run.step
+        obs = to_device(envs.obs, device).to(rollout.obs.dtype)
 
         while step < run.total_steps:
             learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
@@ -479,10 +398,12 @@ def main(args: Args) -> Path:
             with torch.no_grad():
                 last_value = agent.get_value(obs)
             advantages = compute_gae(rollout, last_value, args.gamma, args.gae_lambda)
-            returns, metrics = advantages + rollout.values, {}
+            returns = advantages + rollout.values
+            metrics = {}
             if intrinsic is not None:
-                advantages, returns, metrics = intrinsic(rollout, obs, advantages, compute_gae)
-            metrics |= update(agent, optimizer, rollout, advantages, returns, args, world)
+                advantages, returns, metrics = intrinsic(rollout, obs, advantages)
+            batch = rollout._replace(advantages=advantages, returns=returns)
+            metrics |= update(agent, optimizer, batch, args, world)
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate})

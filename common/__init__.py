@@ -1,11 +1,24 @@
-"""What the scripts share. A file imports from layers above its own in this list, and from files before it.
+"""What the three scripts share, and the two errors that a person sees as one sentence.
 
-errors, settings, signals: the two errors, flags and their limits, how a process ends
-procgen_env, video, reward_scale, envs: environments, their states, videos, the scale of rewards
-files, provenance, scores, run: the run folder, where its numbers come from, normalised returns
-device, gpu_kernels, kernels, accelerate, learning, actors: where and how things are computed
-world: one process, or the ranks of torchrun
-intrinsic: RND and ICM, an algorithm that PPO and PPG share
-checkpoint, resume, load, evaluation: keep a run, find it again, load its agent, test it on held-out levels
-session: all of it for a script's `main`
+settings      flags: their limits, the ones that all scripts share, and the command line
+envs          Procgen games and Gymnasium tasks as vector environments, with states and videos
+procgen_env   Procgen's adapter to Gymnasium
+reward_scale  the running scale of rewards
+device        device, precision, seeds, and where tensors lie
+world         one process, or the ranks that torchrun starts
+learning      the backward pass of a minibatch, and means of metrics
+run           the run folder: settings, provenance, logs, progress
+checkpoint    saving, finding, resuming and loading a run
+evaluation    episodes on held-out levels, and normalised returns
+intrinsic     RND and ICM, for PPO and PPG
+session       a script's run from its settings to its end, and signals
+fast/         kernels and CUDA graphs; works the same without
 """
+
+
+class InputError(ValueError):
+    """Settings that cannot work. The message says what to change; raised before anything is started."""
+
+
+class TrainingError(RuntimeError):
+    """A run that must not go on, for example because a loss is NaN."""

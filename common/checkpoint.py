@@ -1,4 +1,5 @@
-"""Checkpoints: a run that dies and is resumed is the same run.
+"""Saving, finding, resuming and loading runs. A resumed run equals one that was never interrupted.
+
 After an iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
 to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when a signal or an error ends the run."""
 
@@ -6,20 +7,25 @@ import dataclasses
 import io
 import os
 import random
+import re
 import shlex
 import sys
 import time
 import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from common.errors import InputError, TrainingError
-from common.files import ROOT, write_atomically
-from common.run import Run, require_finite
+from common import InputError, TrainingError
+from common.envs import Envs, make_envs
+from common.fast import accelerate
+from common.run import ROOT, Run, lock_folder, require_finite, write_atomically
+from common.settings import flag, read_json
 from common.world import World
 
 FORMAT = 3
@@ -87,29 +93,64 @@ def copy_to_cpu(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), value)
 
 
-def load_parts(parts: dict[str, Any], checkpoint: dict[str, Any], rank: int, path: Path) -> dict[str, Any]:
-    """Put the parts of a run into the state that a checkpoint holds; return the random states of rank `rank`."""
-    try:
-        own = checkpoint["ranks"][rank]
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint["parts"][name] if isinstance(part, SHARED) else own[name])
-        return own["random"]
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"--resume {path}: its checkpoint does not fit this script ({error!r}).") from error
+class Kept(SimpleNamespace):
+    """Plain values and tensors, as attributes, that a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class ReplayedPhase:
+    """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
+    again, from the environments' states at the start of the phase. Observations of other environments are saved.
+
+    `phase` has the rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored, and `start`,
+    the environments' states before the first."""
+
+    def __init__(self, phase: Any, envs: Envs):
+        self.phase, self.envs = phase, envs
+
+    def state_dict(self) -> dict[str, Any]:
+        phase = self.phase
+        state = {
+            "start": phase.start,
+            "actions": phase.actions[: phase.length],
+            "returns": phase.returns[: phase.length],
+        }
+        return state if self.envs.restorable else state | {"obs": phase.obs[: phase.length]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a phase that led the environments to where they are. Raises InputError if they do not repeat it."""
+        phase, envs, length = self.phase, self.envs, len(state["actions"])
+        phase.start, phase.length = state["start"], length
+        phase.actions[:length], phase.returns[:length] = state["actions"], state["returns"]
+        if "obs" in state:
+            phase.obs[:length] = state["obs"]
+            return
+        end = envs.state_dict()
+        envs.load_state_dict(phase.start)
+        for k, t in np.ndindex(phase.actions[:length].shape[:2]):
+            phase.obs[k, t] = torch.as_tensor(envs.obs)
+            envs.step(phase.actions[k, t].numpy())
+        for now, then in zip(envs.state_dict(), end, strict=True):
+            if not all(torch.equal(torch.as_tensor(now[name]), torch.as_tensor(then[name])) for name in then):
+                raise InputError("the environments do not repeat what they did: is another version of them installed?")
 
 
 class Checkpoints:
     """Copies of a run's state, in memory after iterations and on disk from time to time. `parts` are whatever has a
-    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`. `written` is the step of the
-    checkpoint that the run goes on from, if any."""
+    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`. `resumed` is the run that goes
+    on, if any."""
 
-    def __init__(self, run: Run, parts: dict[str, Any], world: World, written: int | None):
-        self.run, self.parts, self.world, self.written, self.snapshot = run, parts, world, written, None
+    def __init__(self, run: Run, parts: dict[str, Any], resumed: "Resumed | None"):
+        self.run, self.parts, self.world, self.snapshot = run, parts, run.world, None
+        self.written = run.step if resumed else None  # step of the newest checkpoint on disk
         self.head = {"format": FORMAT, "script": run.script, "args": dataclasses.asdict(run.args)}
         self.last_write = self.last_copy = time.monotonic()
-        if world.rank > 0:
+        if self.world.rank > 0:
             return
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
@@ -119,7 +160,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
         TrainingError if a parameter is NaN or infinite; the copy before this one stays."""
-        networks = {name: part for name, part in self.parts.items() if hasattr(part, "named_parameters")}
+        networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
         named = {f"{name}.{inner}": x for name, part in networks.items() for inner, x in part.named_parameters()}
         require_finite(step, {name: x.sum() for name, x in named.items()})  # a sum is NaN or infinite if a number is
         run, now = self.run, time.monotonic()
@@ -155,14 +196,13 @@ class Checkpoints:
             file.unlink()
 
     def write_model(self, weights: dict[str, torch.Tensor], step: int) -> None:
-        """Write `model.pt`, which `common.load.load_agent` or `torch.load(..., weights_only=True)` reads."""
+        """Write `model.pt`, which `load_agent` or `torch.load(..., weights_only=True)` reads."""
         write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": step})
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
         complete but its last checkpoint cannot be written. To an `error` of that class it adds how to resume."""
-        run, path, unwritten = self.run, self.run.path, []
-        words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(path)]
+        run, unwritten = self.run, []
         try:
             if self.world.rank == 0:
                 self.write()
@@ -170,7 +210,9 @@ class Checkpoints:
                 run.finish("done")
         except OSError as failure:
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
-        advice = f"resume with: {shlex.join(words)}" if checkpoint_files(path) else "it has no checkpoint to resume"
+        words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
+        there = checkpoint_files(run.path)
+        advice = f"resume with: {shlex.join(words)}" if there else "it has no checkpoint to resume"
         if isinstance(error, KeyboardInterrupt):
             run.finish("stopped")
             if self.world.rank == 0:
@@ -180,5 +222,160 @@ class Checkpoints:
         if error is None and unwritten:
             raise TrainingError(f"the run is complete, but {unwritten[0]}: free some space; {advice}")
         if isinstance(error, TrainingError):
-            model = f"its last good model is {path / 'model.pt'}"
+            model = f"its last good model is {run.path / 'model.pt'}"
             raise TrainingError("; ".join([f"{error}: the run stops", model, *unwritten, advice])) from error
+
+
+# ------------------------------------------------------------------------------------------------------ finding a run
+
+# What a resumed run may change. All else is refused, for it would be another run.
+MAY_CHANGE = {
+    *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
+    *("device", "torch_deterministic", "num_threads", "micro_batch_size", "accelerate", "aux_frames"),
+    *("track", "wandb_project_name", "wandb_entity"),
+    *("eval_interval", "eval_episodes", "eval_num_levels", "eval_start_level"),
+}
+
+
+class Resumed(NamedTuple):
+    path: Path
+    lock: IO | None  # held while the file is open
+    checkpoint: dict[str, Any]
+
+
+def find_run(args: Any, script: str, world: World) -> Resumed | None:
+    """Find, lock and read the run that `--resume` asks for; None for a new run. `auto` takes the newest run in
+    `--runs-dir` that is unfinished, not in use, and has the same settings and number of ranks. Ranks that torchrun has
+    restarted go on with the run that they were making. Raises InputError if there is no such run, it has no readable
+    checkpoint or is in use, or a setting differs that must not change."""
+
+    def search() -> Resumed | None:
+        if args.resume not in (None, "auto"):
+            return read_run(Path(args.resume), args, script, world.world_size)
+        runs = runs_of(args, script, world.world_size) if args.resume or world.restarted else []
+        for path, finished in runs[:1] if world.restarted else runs:
+            try:
+                if world.restarted or not finished:
+                    return read_run(path, args, script, world.world_size)
+            except InputError as error:
+                print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
+        return None
+
+    return world.on_rank_zero(search, send=lambda run: run and run._replace(lock=None))
+
+
+def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
+    """Run folders in --runs-dir with the settings of `args`, the last used first, and whether each run has ended. Of
+    the settings that a resumed run may change, the number of steps must be the same, and if `args` ask for evaluations,
+    so must the evaluations: a run cannot make up for those that it has gone past."""
+    may_differ = MAY_CHANGE - {"total_timesteps"}
+    if args.eval_interval:
+        may_differ -= {name for name in vars(args) if name.startswith("eval_")}
+    found = []
+    for file in Path(args.runs_dir).glob("*/meta.json"):
+        meta = read_json(file)
+        same = meta.get("script") == script and meta.get("ranks", 1) == ranks
+        if same and not differences(args, read_json(file.with_name("args.json")), may_differ):
+            found.append((file.stat().st_mtime_ns, file.parent, bool(meta.get("finished"))))
+    return [(path, finished) for _, path, finished in sorted(found, reverse=True)]
+
+
+def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
+    """Names of the settings of `args` that differ from `settings`, but for those that may."""
+    fixed = {name: value for name, value in vars(args).items() if name not in may_differ}
+    return [name for name, value in fixed.items() if name not in settings or settings[name] != value]
+
+
+def read_run(path: Path, args: Any, script: str, ranks: int) -> Resumed:
+    """Lock and read a run. One that is complete ends again at once."""
+    try:
+        lock = lock_folder(path)
+    except OSError as error:
+        raise InputError(f"--resume {path}: no run folder that can be written is there ({error.strerror}).") from error
+    checkpoint = newest_checkpoint(path)
+    settings = checkpoint["args"]
+    if checkpoint["script"] != script:
+        raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
+    if len(checkpoint["ranks"]) != ranks:
+        raise InputError(f"--resume {path}: that is a run of {len(checkpoint['ranks'])} ranks, not of {ranks}.")
+    if changed := differences(args, settings, MAY_CHANGE):
+        there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
+        other = f"to start a new run from its weights, use --init-from {path}."
+        raise InputError(f"--resume {path}: a resumed run cannot change {', '.join(there)}; {other}")
+    return Resumed(path, lock, checkpoint)
+
+
+def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> dict[str, Any]:
+    """Put the parts of a run into the state that its checkpoint holds; return the random states of rank `rank`."""
+    try:
+        shared, own = resumed.checkpoint["parts"], resumed.checkpoint["ranks"][rank]
+        for name, part in parts.items():
+            part.load_state_dict(shared[name] if isinstance(part, SHARED) else own[name])
+        return own["random"]
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InputError(f"--resume {resumed.path}: its checkpoint does not fit this script ({error!r}).") from error
+
+
+# -------------------------------------------------------------------------------------- loading agents and weights
+
+
+def read_model(source: Path | str) -> dict[str, Any]:
+    """The `script`, `args` and weights (`agent`) in a model, checkpoint or run folder. Raises InputError."""
+    path = Path(source)
+    content = read_archive(path / "model.pt" if path.is_dir() else path)
+    return content | {"agent": content["parts"]["agent"]} if "parts" in content else content
+
+
+def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "policy", "reset"] = "keep") -> None:
+    """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
+
+    With `heads` "policy" the agent's `value_heads` keep their own parameters, with "reset" its `policy_heads`, too. So
+    does whatever does not fit, and a note names it. A further value head that `source` lacks starts as the first: a
+    new one would inflate the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
+    own, weights = agent.state_dict(), read_model(source)["agent"]
+    first, *others = agent.value_heads
+    for name in [name for name in weights if name.startswith(f"{first}.")]:
+        for other in others:
+            weights.setdefault(name.replace(first, other, 1), weights[name])
+    anew = {"keep": (), "policy": agent.value_heads, "reset": agent.policy_heads + agent.value_heads}[heads]
+    fits = {}
+    for name, value in weights.items():
+        if name.split(".")[0] not in anew and name in own and getattr(value, "shape", 0) == own[name].shape:
+            fits[name] = value
+    if all(name.split(".")[0] in agent.policy_heads + agent.value_heads for name in fits):
+        raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
+    if missing := ", ".join(name for name in own if name not in fits):
+        print(f"note: --init-from {source}: {missing} start anew", file=sys.stderr)
+    agent.load_state_dict(own | fits)
+
+
+def load_agent(source: Path | str, device: torch.device | str = "cpu") -> tuple[torch.nn.Module, Any]:
+    """The agent in a run folder, model or checkpoint, in evaluation mode, and its settings (the script's `Args`).
+    Raises InputError if there is no agent, or if the script or its network is not what it was."""
+    model = read_model(source)
+    try:
+        script = load_script(model["script"])
+        args = script.Args(**model["args"])
+        envs = make_envs(args.env_id, len(args.env_id.split(",")), seed=0)
+        envs.close()
+        agent = script.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+        agent.load_state_dict(model["agent"])
+    except (OSError, ImportError, AttributeError, TypeError, RuntimeError) as error:  # no such script, flags or network
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"{source} is of another {model['script']} ({reason}): use its commit.") from error
+    accelerate(agent, "eager")
+    return agent.eval(), args
+
+
+def load_script(script: str) -> ModuleType:
+    """The module of a script, by its path from the repository's root; executed unless it has been imported before."""
+    path = os.path.abspath(ROOT / script)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == path:
+            return module
+    spec = spec_from_file_location(re.sub(r"\W", "_", script), path)
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

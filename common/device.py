@@ -1,6 +1,5 @@
 """Device, seeds and number format of a run, and where its tensors lie."""
 
-import ctypes
 import math
 import os
 import random
@@ -12,26 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.errors import InputError
+from common import InputError
 from common.settings import HOST_MEMORY
 
 GPU_RESERVE = 8e9  # bytes that networks, activations and the rollout may need beside stored frames
-
-
-def setup_device(device: str, seed: int, torch_deterministic: bool = True) -> torch.device:
-    """Seed Python, NumPy and PyTorch; set up cuDNN, malloc, the current GPU and the CPU threads; return the device."""
-    resolved = resolve_device(device)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    torch.backends.cudnn.deterministic = torch_deterministic  # a CPU's kernels are anyway
-    if resolved.type == "cpu":
-        keep_freed_memory()
-    else:
-        torch.cuda.set_device(resolved.index or 0)
-        if "OMP_NUM_THREADS" not in os.environ:  # idle threads of PyTorch's spin on the cores that environments need
-            torch.set_num_threads(1)
-    return resolved
 
 
 def resolve_device(device: str) -> torch.device:
@@ -49,20 +32,35 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def resolve_precision(precision: str, device: str) -> str:
-    """Turn the `--precision` flag into "fp32" or "bf16". `auto` is bf16 where `--device` computes in it natively: on
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Turn the `--precision` flag into "fp32" or "bf16". `auto` is bf16 where the device computes in it natively: on
     CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and on GPUs from Ampere on."""
-    resolved, native = resolve_device(device), cpu_has("avx512_bf16") or cpu_has("amx_bf16")
-    if resolved.type == "cuda":
-        native = torch.cuda.get_device_capability(resolved) >= (8, 0)
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
+    if precision == "auto":
+        return "bf16" if native else "fp32"
     if precision == "bf16" and not native:
-        print(f"note: PyTorch finds no bf16 instructions on {resolved}: fp32 may be many times faster", file=sys.stderr)
-    return ("bf16" if native else "fp32") if precision == "auto" else precision
+        print(f"note: PyTorch finds no bf16 instructions on {device}: fp32 may be many times faster", file=sys.stderr)
+    return precision
 
 
 def cpu_has(instructions: str) -> bool:
     """Whether this processor has `instructions`, by PyTorch's name for them. Older versions of PyTorch cannot tell."""
     return hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get(instructions))
+
+
+def setup_device(device: torch.device, seed: int, torch_deterministic: bool = True) -> None:
+    """Seed Python, NumPy and PyTorch; set up cuDNN, the current GPU and the CPU threads."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = torch_deterministic  # a CPU's kernels are anyway
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        if "OMP_NUM_THREADS" not in os.environ:  # idle threads of PyTorch's spin on the cores that environments need
+            torch.set_num_threads(1)
 
 
 def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: str | None = None) -> torch.Tensor:
@@ -71,42 +69,27 @@ def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: st
     8 GB of a GPU free (see `to_device`). Raises InputError where there is no room."""
     num_bytes = math.prod(shape) * dtype.itemsize
     size, advice = f"{num_bytes / 1e9:,.1f} GB of frames", "lower --n-pi, --num-envs or --num-steps."
-    try:
-        if disk is not None:
+    if disk is not None:
+        try:
             Path(disk).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=disk) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would be a bus error later on
                 array = np.memmap(file, np.uint8, mode="r+", shape=(num_bytes,))
-            return torch.from_numpy(array).view(dtype).view(shape)
-        on_gpu = device.type == "cuda" and num_bytes <= torch.cuda.mem_get_info(device)[0] - GPU_RESERVE
-        if num_bytes > HOST_MEMORY and not on_gpu:  # Linux would grant it, and kill the process when it is filled
-            raise InputError(f"{size} do not fit into memory: use --aux-frames disk, or {advice}")
-        if device.type == "cuda" and not on_gpu:
-            print(f"note: {size} do not fit on {device}: they stay in host memory.", file=sys.stderr)
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-        return torch.empty(shape, dtype=dtype, device=device)
-    except OSError as error:
-        raise InputError(f"{size} cannot be kept in {disk} ({error.strerror}): {advice}") from error
+        except OSError as error:
+            raise InputError(f"{size} cannot be kept in {disk} ({error.strerror}): {advice}") from error
+        return torch.from_numpy(array).view(dtype).view(shape)
+    on_gpu = device.type == "cuda" and num_bytes <= torch.cuda.mem_get_info(device)[0] - GPU_RESERVE
+    if num_bytes > HOST_MEMORY and not on_gpu:  # Linux would grant it, and kill the process when it is filled
+        raise InputError(f"{size} do not fit into memory: use --aux-frames disk, or {advice}")
+    if device.type == "cuda" and not on_gpu:
+        print(f"note: {size} do not fit on {device}: they stay in host memory.", file=sys.stderr)
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def to_device(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host array or tensor on `device`; a copy to a GPU goes through pinned memory, and the host does not wait."""
+    """A host array or tensor on `device`. A copy to a GPU goes through pinned memory, and the host does not wait."""
     x = torch.as_tensor(x)
     if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
-
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # mallopt's parameter numbers, from glibc's malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc's malloc to keep freed memory: activations of tens of megabytes would go back to the kernel and be
-    faulted in again, page by page, in each training step, which can take as long as the computation."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # musl, macOS and Windows have no mallopt
-        print("note: this C library has no mallopt; large minibatches will be slower on the CPU.", file=sys.stderr)
-        return
-    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20)):
-        mallopt(parameter, value)
+        x = x if x.is_pinned() else x.pin_memory()
+    return x.to(device, non_blocking=True)

@@ -4,39 +4,42 @@ episode has ended, the observation already belongs to the next one, and the rewa
 import difflib
 import sys
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import ClipAction, TransformAction
 
-from common.errors import InputError, TrainingError
+from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.settings import HOST_MEMORY
-from common.video import RecordFirstEnv
 
 State = dict[str, Any]  # of one environment: tensors and plain values
 
 
 def make_envs(
-    env_id: str, num_envs: int, *, seed: int, capture_video: bool = False, num_groups: int = 1, **settings: Any
-) -> "Envs | EnvGroups":
+    env_id: str, num_envs: int, *, seed: int, capture_video: bool = False, pinned: bool = False, **settings: Any
+) -> "Envs":
     """Make `num_envs` copies of a Procgen game (or of several: "coinrun,maze") or of a Gymnasium task.
 
     Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]. Actions are int64
     [num_envs] for `Discrete`, and [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds
     here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each episode that
     this step has finished, as `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's).
-    `seed` is that of Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. `settings` are Procgen's
-    `num_threads`, `distribution_mode`, `num_levels` and `start_level`. With `capture_video`, environment 0 is filmed
-    once `envs.video.folder` is set. Raises InputError if there is no such game or task, or its settings cannot work."""
-    check_envs(env_id, num_envs, num_groups, **settings)
-    if num_groups > 1:
-        settings |= {"env_id": env_id, "num_envs": num_envs // num_groups}
-        own = [{"seed": group_seed(seed, n), "capture_video": capture_video and n == 0} for n in range(num_groups)]
-        return EnvGroups([make_envs(**settings, **each) for each in own])
+
+    Args:
+        seed: of Procgen's level draws. `reset(seed=...)` seeds Gymnasium tasks.
+        capture_video: film environment 0 once `envs.video.folder` is set.
+        pinned: keep frames in one buffer of pinned memory, from which a GPU can fetch them; each step overwrites it.
+        settings: Procgen's `num_threads`, `distribution_mode`, `num_levels` and `start_level`.
+
+    Raises:
+        InputError: there is no such game or task, or its settings cannot work.
+    """
+    check_envs(env_id, num_envs, **settings)
     games = env_id.split(",")
     if set(games) <= set(PROCGEN_GAMES):
         envs = ProcgenVectorEnv(games, num_envs, seed, render=capture_video, **settings)
@@ -46,11 +49,11 @@ def make_envs(
         envs = ClipAction(envs)
     elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
         envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
-    return Envs(RecordFirstEnv(envs) if capture_video else envs)
+    return Envs(RecordFirstEnv(envs) if capture_video else envs, pinned)
 
 
-def group_seed(seed: int, number: int) -> int:
-    """Seed of the environments in group `number`: `seed` for the first, for others unlike any of a neighbouring run."""
+def spread_seed(seed: int, number: int) -> int:
+    """Seed number `number` of a run: `seed` itself for 0, others unlike any of a run with a neighbouring seed."""
     return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
 
 
@@ -62,41 +65,46 @@ def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
     ]
 
 
-class Envs(RecordEpisodeStatistics):
-    """A vector environment with episode statistics, steps in two halves, and a state that a checkpoint can hold. `obs`
-    [N, ...] are the observations that await actions. `groups` lists groups of environments with their numbers: one."""
+class Envs(VectorWrapper):
+    """A vector environment with episode statistics and a state that a checkpoint can hold. `obs` [N, ...] are the
+    observations that await actions. (Gymnasium's RecordEpisodeStatistics computes the same, more slowly.)"""
 
-    def __init__(self, envs: VectorEnv):
+    def __init__(self, envs: VectorEnv, pinned: bool = False):
         super().__init__(envs)
         self.video = envs if isinstance(envs, RecordFirstEnv) else None
         self.restorable = isinstance(self.unwrapped, ProcgenVectorEnv)
-        self.obs = self.actions = None
-
-    @property
-    def groups(self) -> list[tuple["Envs", slice]]:  # not kept, as it would be a reference cycle
-        return [(self, slice(0, self.num_envs))]
+        self.pinned, self.obs = pinned, None
+        self.episode_returns = np.zeros(self.num_envs)
+        self.episode_lengths = np.zeros(self.num_envs, np.int64)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        self.obs, infos = super().reset(seed=seed, options=options)
+        self.obs, infos = self.env.reset(seed=seed, options=options)
+        if self.pinned:
+            self.obs = torch.as_tensor(self.obs).pin_memory().numpy()
+        self.episode_returns[:] = 0
+        self.episode_lengths[:] = 0
         return self.obs, infos
 
-    def step(self, actions: np.ndarray) -> tuple:
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
-        self.obs, rewards, terminations, truncations, infos = super().step(actions)
-        last = infos["final_obs"][infos["_final_obs"]] if "final_obs" in infos else ()
-        for name, values in {"an observation": [self.obs], "a reward": [rewards], "a last observation": last}.items():
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        last_obs = infos["final_obs"][infos["_final_obs"]] if "final_obs" in infos else ()
+        for name, values in {"an observation": [obs], "a reward": [rewards], "a last observation": last_obs}.items():
             if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in values):
                 raise TrainingError(f"{name} of the environments is NaN or infinite")
+        if self.pinned:
+            self.obs[:] = obs
+        else:
+            self.obs = obs
+        self.episode_returns += rewards
+        self.episode_lengths += 1
+        ends = terminations | truncations
+        if ends.any():
+            infos["episode"] = {"r": self.episode_returns.copy(), "l": self.episode_lengths.copy()}
+            infos["_episode"] = ends
+            self.episode_returns[ends] = 0
+            self.episode_lengths[ends] = 0
         return self.obs, rewards, terminations, truncations, infos
-
-    def step_async(self, actions: np.ndarray) -> None:
-        """Begin a step, which `step_wait` finishes. Procgen's threads make it meanwhile (a video draws before it)."""
-        if self.restorable and self.video is None:
-            self.unwrapped.start(actions)
-        self.actions = actions
-
-    def step_wait(self) -> tuple:
-        return self.step(self.actions)
 
     def state_dict(self) -> list[State]:
         """The state of each environment. Only Procgen's can be put back; others have a video's number at most."""
@@ -119,57 +127,10 @@ class Envs(RecordEpisodeStatistics):
             return
         self.unwrapped.set_states([state["env"] for state in states])
         self.obs = np.stack([state["obs"].numpy() for state in states])
+        if self.pinned:
+            self.obs = torch.as_tensor(self.obs).pin_memory().numpy()
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
-
-    def replay(self, start: list[State], actions: torch.Tensor, frames: torch.Tensor) -> None:
-        """Fill `frames` [K, T, N, ...] with what the environments showed on the way from `start` to where they are, by
-        `actions` [K, T, N]: 2 MB instead of 1.6 GB. Raises InputError if they do not repeat what they did."""
-        end = self.state_dict()
-        for group, part in self.groups:
-            group.load_state_dict(start[part])
-            for k, t in np.ndindex(actions.shape[:2]):
-                frames[k, t, part] = torch.as_tensor(group.obs)
-                group.step(actions[k, t, part].numpy())
-        for now, then in zip(self.state_dict(), end, strict=True):
-            if not all(torch.equal(torch.as_tensor(now[name]), torch.as_tensor(then[name])) for name in then):
-                raise InputError("the environments do not repeat what they did: is another version of them installed?")
-
-
-class EnvGroups(VectorEnv):
-    """Groups of environments that take turns: one group steps while the policy acts for the next (double-buffered
-    sampling: Petrenko et al. 2020, https://arxiv.org/abs/2006.11751, section 3.2). Only a group has `step`."""
-
-    def __init__(self, groups: list[Envs]):
-        first, size = groups[0], groups[0].num_envs
-        if first.single_observation_space.shape is None:  # of a Dict or Tuple
-            raise NotImplementedError(f"no groups for {first.single_observation_space}: leave --num-env-groups out")
-        self.groups = [(group, slice(n * size, (n + 1) * size)) for n, group in enumerate(groups)]
-        self.num_envs, self.restorable, self.video = len(groups) * size, first.restorable, first.video
-        self.single_observation_space = first.single_observation_space
-        self.single_action_space = first.single_action_space
-
-    @property
-    def obs(self) -> np.ndarray:
-        return np.concatenate([group.obs for group, _ in self.groups])
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        for group, part in self.groups:
-            group.reset(seed=None if seed is None else seed + part.start, options=options)
-        return self.obs, {}
-
-    def state_dict(self) -> list[State]:
-        return [state for group, _ in self.groups for state in group.state_dict()]
-
-    def load_state_dict(self, states: list[State]) -> None:
-        for group, part in self.groups:
-            group.load_state_dict(states[part])
-
-    replay = Envs.replay
-
-    def close_extras(self, **kwargs: Any) -> None:
-        for group, _ in self.groups:
-            group.close(**kwargs)
 
 
 def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> VectorEnv:
@@ -202,12 +163,11 @@ def unknown_env(env_id: str) -> InputError:
 def check_envs(
     env_id: str,
     num_envs: int,
-    num_groups: int = 1,
     *,
     distribution_mode: str = "easy",
     num_levels: int = 0,
     start_level: int = 0,
-    num_threads: int = 4,
+    num_threads: int | None = None,
     prefix: str = "",
 ) -> None:
     """Raise InputError for settings of `make_envs` that cannot work, or that Procgen aborts on or ignores. `prefix`
@@ -217,8 +177,8 @@ def check_envs(
     procgen = set(games) <= set(PROCGEN_GAMES)
     if not procgen and len(games) > 1:
         raise unknown_env(env_id)
-    if num_envs % (share := num_groups * len(games)):
-        raise InputError(f"--num-envs {num_envs} cannot be shared evenly: use a multiple of {share} (groups x games).")
+    if num_envs % len(games):
+        raise InputError(f"--num-envs {num_envs} cannot be shared by {len(games)} games: use a multiple of that.")
     if not procgen:
         only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
         wrong = {only: (distribution_mode, num_levels, start_level) != ("easy", 0, 0)}
@@ -230,10 +190,50 @@ def check_envs(
             f"{mode} plays a single game: choose one of {', '.join(games)}.": fixed and len(games) > 1,
             f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and (num_levels or start_level),
             f"--num-envs {num_envs} takes {num_envs / 1000:.0f} GB: lower it.": num_envs * 1e6 > HOST_MEMORY,
-            f"--num-threads {num_threads} is out of range: use 0 to 1024.": not 0 <= num_threads <= 1024,
+            f"--num-threads {num_threads} is out of range: use 0 to 1024.": not 0 <= (num_threads or 0) <= 1024,
             f"{start} and {levels} are too large: their sum must stay below 2**31.": start_level + num_levels >= 2**31,
             f"{start} has no effect while the levels are unlimited: set {levels}, too.": start_level and not num_levels,
         }
     for message, holds in wrong.items():
         if holds:
             raise InputError(message)
+
+
+# ------------------------------------------------------------------------------------------------------------- videos
+
+
+def open_video(file: Path | IO, fps: float) -> Any:
+    """An MP4 with a method `write_frame` for uint8 [height, width, 3], and `close`. Needs the package av."""
+    import imageio.v3  # comes with procgen; only videos need it
+
+    writer = imageio.v3.imopen(file, "w", plugin="pyav", extension=".mp4")
+    writer.init_video_stream("libx264", fps=fps)
+    return writer
+
+
+class RecordFirstEnv(VectorWrapper):
+    """Write videos of environment 0 into `folder`, once that is set: episodes 0, 1, 8, 27, ... and every thousandth."""
+
+    folder, episode, file = None, 0, None
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode  # the schedule of Gymnasium's RecordVideo
+        if self.folder is not None and (cubic if self.episode < 1000 else self.episode % 1000 == 0):
+            if self.file is None:
+                self.folder.mkdir(exist_ok=True)
+                self.file = open_video(self.folder / f"episode-{self.episode}.mp4", self.metadata.get("render_fps", 30))
+            self.file.write_frame(self.env.render()[0])
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        if terminations[0] or truncations[0]:
+            self.finish_video()
+            self.episode += 1
+        return obs, rewards, terminations, truncations, infos
+
+    def finish_video(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def close(self, **kwargs: Any) -> None:
+        self.finish_video()
+        super().close(**kwargs)

@@ -9,9 +9,9 @@ Intrinsic returns continue across the ends of episodes (Burda et al. 2018, secti
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium.spaces import Box, Discrete, MultiBinary
@@ -120,45 +120,55 @@ class ICM(nn.Module):
         return errors * within, 0.2 * forward_loss + 0.8 * inverse_loss, metrics
 
 
-class Intrinsic:
+class Intrinsic(nn.Module):
     """An RND or ICM model, the value function of its rewards, and the optimizer of both. The model takes transitions
     obs, actions, next_obs and `within`, [B, ...] each, and returns their rewards [B], its loss and metrics. Where an
     episode ends, next_obs is the first observation of the next one and `within` is 0; elsewhere `within` is 1."""
 
     def __init__(self, args: Any, envs: Any, epochs: int, device: torch.device):
+        super().__init__()
         self.args, self.epochs = args, epochs
         self.generator = torch.Generator().manual_seed(args.seed)  # separate: leaves the agent's draws as they are
         with torch.random.fork_rng(devices=[]):  # for the same reason
             self.model = {"rnd": RND, "icm": ICM}[args.intrinsic_reward](envs)
             self.value = nn.Sequential(self.model.moments, embedding(self.model.moments, 256, 1), nn.Flatten(0))
         self.value[1][-1].weight.data *= 0.01
-        self.networks = nn.ModuleDict({"model": self.model, "value": self.value}).to(device)
-        self.named_parameters = self.networks.named_parameters
-        self.optimizer = torch.optim.Adam(self.networks.parameters(), args.learning_rate, eps=args.adam_eps)
+        self.to(device)
+        self.optimizer = torch.optim.Adam(self.parameters(), args.learning_rate, eps=args.adam_eps)
         self.normalizer = RewardNormalizer(args.num_envs, args.intrinsic_gamma, clip=math.inf)
 
-    def __call__(self, rollout: Any, last_obs: Tensor, advantages: Tensor, compute_gae: Callable) -> WithMetrics:
+    def forward(self, rollout: Any, last_obs: Tensor, advantages: Tensor) -> WithMetrics:
         """Reward a script's rollout [T, N] and train on it; `last_obs` [N, ...] are the observations after it. Return
         `advantages` A_E + intrinsic_coef A_I and value targets for the agent, [T, N] each, and metrics. With
         `--pretraining`, A_E is left out, and the targets are the intrinsic returns."""
-        args, zeros = self.args, torch.zeros_like(rollout.rewards)
+        args, shape = self.args, rollout.rewards.shape
         next_obs = torch.cat([rollout.obs[1:], last_obs.unsqueeze(0)])
         transitions = [x.flatten(0, 1) for x in (rollout.obs, rollout.actions, next_obs, 1 - rollout.dones)]
         with torch.no_grad():
             for chunk in transitions[2].split(CHUNK):
                 self.model.moments.update(chunk)
-            rewards = torch.cat([self.model(*chunk)[0] for chunk in micro_batches(transitions, CHUNK)]).view_as(zeros)
-            values = torch.cat([self.value(chunk) for chunk in transitions[0].split(CHUNK)]).view_as(zeros)
+            rewards = torch.cat([self.model(*chunk)[0] for chunk in micro_batches(transitions, CHUNK)]).view(shape)
+            values = torch.cat([self.value(chunk) for chunk in transitions[0].split(CHUNK)]).view(shape)
             last_value = self.value(last_obs)
-        rewards = torch.as_tensor(self.normalizer(rewards.cpu().numpy(), zeros.cpu().numpy())).to(rewards)
-        novelty = rollout._replace(rewards=rewards, values=values, dones=zeros, truncation_values=zeros)
-        intrinsic_advantages = compute_gae(novelty, last_value, args.intrinsic_gamma, args.gae_lambda)
+        scaled = self.normalizer(rewards.cpu().numpy(), np.zeros(shape, np.float32))
+        rewards = torch.as_tensor(scaled).to(rewards)
+        intrinsic_advantages = self.estimate_advantages(rewards, values, last_value)
         metrics = self.learn(transitions, intrinsic_advantages + values)
         metrics |= {"charts/intrinsic_reward": rewards.mean(), "charts/intrinsic_value": values.mean()}
         weighted = args.intrinsic_coef * intrinsic_advantages
         if args.pretraining:
             return weighted, intrinsic_advantages + values, metrics
         return advantages + weighted, advantages + rollout.values, metrics
+
+    def estimate_advantages(self, rewards: Tensor, values: Tensor, last_value: Tensor) -> Tensor:
+        """Generalised advantage estimates [T, N] of returns that never end."""
+        gamma = self.args.intrinsic_gamma
+        deltas = rewards + gamma * torch.cat([values[1:], last_value.unsqueeze(0)]) - values
+        advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(last_value)
+        for t in reversed(range(len(deltas))):
+            advantage = deltas[t] + gamma * self.args.gae_lambda * advantage
+            advantages[t] = advantage
+        return advantages
 
     def learn(self, transitions: list[Tensor], returns: Tensor) -> dict[str, Tensor]:
         """Train on transitions and their intrinsic returns [T, N]; return metrics, means over all minibatches."""
@@ -176,11 +186,12 @@ class Intrinsic:
                 history.append({tag: value.detach() for tag, value in metrics.items()})
         return mean_metrics(history)
 
-    def state_dict(self) -> dict[str, Any]:
-        parts = {"networks": self.networks, "optimizer": self.optimizer, "normalizer": self.normalizer}
-        return {name: part.state_dict() for name, part in parts.items()} | {"generator": self.generator.get_state()}
+    def get_extra_state(self) -> dict[str, Any]:
+        """What `state_dict` holds beside parameters and buffers."""
+        states = {name: getattr(self, name).state_dict() for name in ("optimizer", "normalizer")}
+        return states | {"generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("networks", "optimizer", "normalizer"):
-            getattr(self, name).load_state_dict(state[name])
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.normalizer.load_state_dict(state["normalizer"])
         self.generator.set_state(state["generator"])

@@ -1,16 +1,17 @@
-"""The backward pass of a minibatch, in pieces and over all ranks."""
+"""The backward pass of a minibatch, in pieces and over all ranks, and means of metrics."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-Tensors = Sequence[Tensor]
 CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
 
 
-def micro_batches(minibatch: Tensors, size: int | None, dim: int = 0, at_most: int | None = None) -> Iterator[Tensors]:
+def micro_batches(
+    minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None
+) -> Iterator[tuple[Tensor, ...]]:
     """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given. With
     `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has room
     for, at least one. `size` None: 512 on a CPU; the whole minibatch on a GPU, which small pieces leave idle."""
@@ -22,21 +23,26 @@ def micro_batches(minibatch: Tensors, size: int | None, dim: int = 0, at_most: i
 
 
 def backward(
-    loss_of: Callable, minibatch: Tensors, size: int | None, world: Any, dim: int = 0, at_most: int | None = None
+    loss_of: Callable, agent: nn.Module, minibatch: Any, args: Any, world: Any, dim: int = 0, at_most: int | None = None
 ) -> dict[str, Tensor]:
-    """Compute the gradient of the mean loss of a minibatch in `micro_batches`, and average it over the ranks (`world`).
-    `loss_of` takes a piece of each tensor and returns the loss and metrics, means over the piece. The gradients of the
-    pieces, weighted by size, add up to that of the whole. Random numbers that `loss_of` draws (for augmentation, say)
-    would depend on `size`: draw them before this call. Returns the metrics of this rank: on a GPU tensors, which the
-    host need not wait for, on a CPU numbers. (Scalars that stay, in memory between large tensors that go, would keep
-    malloc from using that again: PPG's auxiliary phase grew by 15 MB with each step.)"""
+    """Compute the gradient of the mean loss of a minibatch in `micro_batches`, and average it over the ranks.
+
+    `loss_of(agent, piece, args)` gets the minibatch, a NamedTuple of tensors, with a piece of each. It returns the loss
+    and metrics, means over the piece. The gradients of the pieces, weighted by size, add up to that of the whole.
+    Random numbers that `loss_of` draws (for augmentation, say) would depend on `--micro-batch-size`: draw them before.
+
+    Returns the metrics of this rank. On a GPU they are tensors, which the host need not wait for. On a CPU they are
+    numbers, because long-lived scalar tensors fragment the heap: PPG's auxiliary phase grew by 15 MB with each step.
+    """
     total = {}
-    for piece in micro_batches(minibatch, size, dim, at_most):
+    for tensors in micro_batches(minibatch, args.micro_batch_size, dim, at_most):
+        piece = type(minibatch)(*tensors)
         share = piece[0].shape[dim] / minibatch[0].shape[dim]
-        loss, metrics = loss_of(*piece)
+        loss, metrics = loss_of(agent, piece, args)
         (loss * share).backward()
         for tag, value in metrics.items():
-            total[tag] = total.get(tag, 0) + (value.item() if value.is_cpu else value.detach()) * share
+            number = value.item() if value.is_cpu else value.detach()
+            total[tag] = total.get(tag, 0) + number * share
     world.all_reduce_gradients()
     return total
 

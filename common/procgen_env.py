@@ -1,5 +1,6 @@
 """Procgen as a Gymnasium vector environment."""
 
+import os
 from typing import Any
 
 import gymnasium as gym
@@ -11,6 +12,7 @@ PROCGEN_GAMES = [
     *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot"),
     *("heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
 ]
+MAX_THREADS = 8  # 64 environments step in a third of a millisecond: more threads only wait for each other
 # The C++ code aborts the whole process on any other pair of game and mode.
 PROCGEN_MODES = {
     "easy": PROCGEN_GAMES,
@@ -27,13 +29,13 @@ class ProcgenVectorEnv(VectorEnv):
     Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
     the last frame of an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws
     (`rand_seed`), of `num_levels` levels from `start_level` on (0 for no limit). `num_threads` 0 steps the environments
-    in the caller's thread. `render` draws 512x512 frames as well."""
+    in the caller's thread, None in one thread for each core, 8 at most. `render` draws 512x512 frames as well."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 
     def __init__(
         self, games: list[str], num_envs: int, seed: int, distribution_mode: str = "easy",
-        num_levels: int = 0, start_level: int = 0, num_threads: int = 4, render: bool = False,
+        num_levels: int = 0, start_level: int = 0, num_threads: int | None = None, render: bool = False,
     ):  # fmt: skip
         import gym_notices.notices
 
@@ -44,10 +46,11 @@ class ProcgenVectorEnv(VectorEnv):
         levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
         levels |= {"distribution_mode": distribution_mode, "rand_seed": seed}
         self.render_mode = "rgb_array" if render else None
+        if num_threads is None:
+            num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         drawn = {"num_threads": num_threads, "render_mode": self.render_mode}
         self.gym3_env = ProcgenGym3Env(num=num_envs, env_name=",".join(games), **levels, **drawn)
         self.num_envs = num_envs
-        self.started = False  # whether `start` has begun the step that `step` is to finish
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
         self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
@@ -58,16 +61,9 @@ class ProcgenVectorEnv(VectorEnv):
         _, observation, _ = self.gym3_env.observe()
         return observation["rgb"], {}
 
-    def start(self, actions: np.ndarray) -> None:
-        """Begin a step, which the C++ threads then make. Only `step`, with the same actions, may follow."""
-        self.gym3_env.act(actions)
-        self.started = True
-
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Take one action in each environment: int [num_envs]."""
-        if not self.started:
-            self.start(actions)
-        self.started = False
+        self.gym3_env.act(actions)
         rewards, observation, first = self.gym3_env.observe()
         return observation["rgb"], rewards, first, np.zeros_like(first), {}
 

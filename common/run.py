@@ -2,9 +2,17 @@
 
 import csv
 import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
 import itertools
+import json
+import os
+import platform
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections import deque
@@ -12,24 +20,25 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from common import InputError, TrainingError
 from common.envs import finished_episodes
-from common.errors import InputError, TrainingError
-from common.files import ROOT, lock_folder, make_run_dir, read_json, write_atomically, write_json
 from common.procgen_env import PROCGEN_GAMES
-from common.provenance import UTC, command, provenance
+from common.settings import flag, preset_args, read_json
 
+ROOT = Path(__file__).parent.parent  # of the repository
+UTC = "%Y-%m-%dT%H:%M:%SZ"
 CSV_COLUMNS = {  # after "step" and "seconds"
     "progress.csv": "episodes episodic_return last_100_return",
     "episodes.csv": "env episodic_return episodic_length",
     "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return",
 }
-FLUSH_SECONDS = 2  # a signal may cost TensorBoard's thread its wake-up; `close` then waits for its next flush
+FLUSH_SECONDS = 2  # a signal can delay TensorBoard's next flush by this; `close` waits for it
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
 
@@ -41,36 +50,28 @@ class Run:
     `episodes.csv` (a row per episode) and `eval.csv`. `world` are the ranks, `resumed` is what `find_run` returned.
     Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses (no login, say)."""
 
-    def __init__(
-        self, args: Any, *, script: str, device: Any, total_steps: int, num_parameters: int, world: Any, resumed: Any
-    ):
+    def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
         self.script, self.device, self.total_steps, self.world = script, device, total_steps, world
-        self.world_size, self.games = world.world_size, args.env_id.split(",")  # environment i plays games[i % len]
-        self.require_finite, self.waiting, self.wandb_run = require_finite, [], None  # for a script, which has a run
+        self.world_size = world.world_size
+        self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.step, state = (resumed.checkpoint["step"], resumed.checkpoint["run"]) if resumed else (0, {})
+        self.waiting, self.wandb_run = [], None
         self.recent = deque(state.get("recent", []), maxlen=100)  # returns of the last 100 episodes
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
         self.path = world.on_rank_zero(lambda: self.open(resumed))
         self.last_shown = time.monotonic()
         self.start = self.last_shown - state.get("seconds", 0.0)
-        if world.rank == 0:
-            task = args.env_id + (f" ({args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else "")
-            header = f"{args.title} on {task}, seed {args.seed}, {total_steps:,} steps | {device}, {args.precision}"
-            ranks = f" | {world.world_size} ranks" if world.world_size > 1 else ""
-            at = f" | resumed at step {self.step:,}" if resumed else ""
-            print(f"{header} | {num_parameters:,} parameters{ranks} | {self.path}{at}", flush=True)
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
         settings = dataclasses.asdict(self.args)
-        self.meta = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
-        self.meta |= {"ranks": self.world_size, "finished": None, "resumed": []}
+        self.meta = provenance(self.args, self.script, self.device, self.world)
         self.path = path = resumed.path if resumed else make_run_dir(self.args)
         self.lock = resumed.lock if resumed else lock_folder(path)
         if resumed:
-            self.meta = self.resumed_meta(self.meta)
+            self.meta = self.resumed_meta()
             self.cut_logs()
             time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
         else:
@@ -103,20 +104,17 @@ class Run:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
 
-    def resumed_meta(self, meta: dict[str, Any]) -> dict[str, Any]:
+    def resumed_meta(self) -> dict[str, Any]:
         """The run's first `meta.json`, with this process added to the list of those that resumed it."""
-        here = {name: meta[name] for name in ("script_sha256", "commit", "dirty", "versions", "machine", "started")}
-        first = read_json(self.path / "meta.json")
+        first, here = read_json(self.path / "meta.json"), self.meta
         if not isinstance(first.get("resumed"), list):
             print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
-            first = meta
-        if first.get("script_sha256") != meta["script_sha256"]:
+            first = here
+        if first.get("script_sha256") != here["script_sha256"]:
             print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
-        return first | {
-            "command": meta["command"],
-            "finished": None,
-            "resumed": [*first["resumed"], here | {"step": self.step}],
-        }
+        process = {name: here[name] for name in ("script_sha256", "commit", "dirty", "versions", "machine", "started")}
+        resumed = [*first["resumed"], process | {"step": self.step}]
+        return first | {"command": here["command"], "finished": None, "resumed": resumed}
 
     def cut_logs(self) -> None:
         """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short."""
@@ -147,21 +145,22 @@ class Run:
         except OSError as error:  # a log with a gap would not be the run's log
             raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 
-    def episodes(self, step: int, infos: Mapping[str, Any], first_env: int = 0) -> None:
-        """Record every episode that a step of a vector environment has finished; `first_env` is its first number."""
+    def record(self, step: int, infos: Mapping[str, Any]) -> None:
+        """Take note of every episode that a step of a vector environment has finished; `flush` writes them."""
         for env, episodic_return, length in finished_episodes(infos):
-            self.episode(step, first_env + env, episodic_return, length)
+            self.record_episode(step, env, episodic_return, length)
+        self.show(step)
 
-    def episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
-        """Record an episode of environment number `env` that finished at `step`."""
+    def record_episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
+        """Take note of an episode of environment number `env` that finished at `step`."""
         self.waiting.append((step, self.world.rank * self.args.num_envs + env, episodic_return, length))
-        if self.world_size == 1:
-            self.flush()
 
     def flush(self) -> None:
         """Write the episodes that wait on all ranks, in order of time. Every rank calls it."""
         waiting, self.waiting = self.world.all_gather(self.waiting), []
-        for step, env, episodic_return, length in sorted(itertools.chain(*waiting)) if self.world.rank == 0 else ():
+        if self.world.rank > 0:
+            return
+        for step, env, episodic_return, length in sorted(itertools.chain(*waiting)):
             scalars = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
             if len(self.games) > 1:
                 scalars[f"charts/episodic_return/{self.games[env % len(self.games)]}"] = episodic_return
@@ -169,7 +168,6 @@ class Run:
             self.recent.append(episodic_return)
             self.new_returns.append(episodic_return)
             self.num_episodes += 1
-            self.show(step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of an iteration that ended at `step`, means over the ranks that all call this, and show the
@@ -183,25 +181,37 @@ class Run:
         self.new_returns.clear()
         self.show(step, last=step >= self.total_steps)
 
-    def summary(self) -> str:
-        return f"return {mean(self.recent):.2f}" if self.recent else "no episode yet"
+    def show_header(self, num_parameters: int) -> None:
+        """Show what begins or goes on here: one line."""
+        if self.world.rank > 0:
+            return
+        args, mode = self.args, f" ({self.args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else ""
+        line = f"{args.exp_name} on {args.env_id}{mode}, seed {args.seed}, {self.total_steps:,} steps"
+        line += f" | {self.device}, {args.precision} | {num_parameters:,} parameters"
+        line += f" | {self.world_size} ranks" if self.world_size > 1 else ""
+        line += f" | {self.path}" + (f" | resumed at step {self.step:,}" if self.step else "")
+        print(line, flush=True)
 
     def show(self, step: int, phase: str = "", last: bool = False) -> None:
         """Show a line of progress: the same again and again on a terminal, elsewhere a new one now and then."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
-        if self.world.rank or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
+        if self.world.rank > 0 or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
             return
         self.last_shown, sps = now, step / (now - self.start)
         hours, minutes = divmod(round(max(0, self.total_steps - step) / sps / 60), 60)
-        line = f"{step:,}/{self.total_steps:,}  {sps:.0f} steps/s  {self.summary()}  ETA {hours}:{minutes:02} h"
-        line = f"{line}  {phase}".rstrip()
+        line = (
+            f"{step:,}/{self.total_steps:,}  {sps:.0f} steps/s  {self.summary()}  ETA {hours}:{minutes:02} h  {phase}"
+        )
         if terminal:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        print(line, end="" if terminal else "\n", flush=True)
+        print(line.rstrip(), end="" if terminal else "\n", flush=True)
+
+    def summary(self) -> str:
+        return f"return {mean(self.recent):.2f}" if self.recent else "no episode yet"
 
     def finish(self, end: str) -> None:
         """Close all files and print the summary of a run that is "done" or was "stopped"."""
-        if self.world.rank:
+        if self.world.rank > 0:
             return
         if end == "done":
             write_json(self.path / "meta.json", self.meta | {"finished": time.strftime(UTC, time.gmtime())})
@@ -213,13 +223,13 @@ class Run:
 
     def close(self) -> None:
         """Close all files and unlock the folder. A failed write is reported elsewhere."""
-        if self.world.rank:
+        if self.world.rank > 0:
             return
         if sys.stdout.isatty():
             print()  # below the line of progress
-        for close in (self.writer.close, *(file.close for file in self.files.values())):
+        for each in (self.writer, *self.files.values()):
             with suppress(OSError):
-                close()
+                each.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
         self.lock.close()
@@ -239,3 +249,99 @@ def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> di
 def mean(values: Collection[float]) -> float:
     """The mean, or NaN where no episode has finished yet."""
     return sum(values) / len(values) if values else float("nan")
+
+
+# ------------------------------------------------------------------------------------------------------- provenance
+
+
+def command(args: Any, script: str, launcher: str = "python") -> str:
+    """The command line that repeats a run: the script's name and each flag that differs from its default."""
+    words, defaults = [*launcher.split(), script], type(args)()
+    if args.presets and args.preset in args.presets:
+        words += ["--preset", args.preset]
+        defaults = preset_args(type(args), args.preset)
+    for setting, value in vars(args).items():
+        name = flag(setting)
+        if value != getattr(defaults, setting):
+            words += [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, str(value)]
+    return shlex.join(words)
+
+
+def provenance(args: Any, script: str, device: torch.device, world: Any) -> dict[str, Any]:
+    """Command, script and its hash, commit, whether the tree had changes, versions, machine and time."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}  # PyTorch's with its build (+cu130)
+    for package in ("numpy", "gymnasium", "procgen", "procgen-mirror"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = (re.findall("model name\t: (.*)", cpuinfo) or [platform.processor()])[0]
+    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    status = git("status", "--porcelain", "--", "*.py", "*.cpp")  # a new script counts, run folders do not
+    return {
+        "command": command(args, script, world.launcher),
+        "script": script,
+        "script_sha256": hashlib.sha256((ROOT / script).read_bytes()).hexdigest(),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "versions": versions,
+        "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
+        "started": time.strftime(UTC, time.gmtime()),
+        "ranks": world.world_size,
+        "finished": None,
+        "resumed": [],
+    }
+
+
+def git(*words: str) -> str | None:
+    """What git says of this source tree; None where it is no checkout or git is missing."""
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def make_run_dir(args: Any) -> Path:
+    """Make the folder of a run that starts now: <runs_dir>/<env>__<exp_name>__<seed>__<seconds since 1970>."""
+    title = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(",", "+")
+    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+    for seconds in itertools.count(int(time.time())):  # the next one, if another run has begun in this second
+        path = Path(args.runs_dir, f"{title}__{seconds}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
+def lock_folder(path: Path, note: bool = True) -> IO:
+    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if it is in use.
+    Where the file system has no locks, it is as if locked, and a `note` says so."""
+    file = (path / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(f"{path} is in use by another process: wait for its end, or stop it.") from None
+    except OSError as error:
+        if note:
+            print(f"note: {path} cannot be locked ({error.strerror}): see that no other run uses it", file=sys.stderr)
+    return file
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file in place of the one before, which stays whole if this fails or the machine loses power."""
+    temporary = path.with_name(".tmp")  # one name, so that killed processes leave one file at most
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())

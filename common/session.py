@@ -1,110 +1,112 @@
-"""What a script trains in, from its settings to the end of its run."""
+"""A script's run from its settings to its end: errors as one sentence, and signals that leave time to save."""
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, TextIO
 
 import torch
+from torch import nn
 
-from common import intrinsic
-from common.actors import ActorThreads
-from common.checkpoint import Checkpoints, load_parts, set_random_states
-from common.device import resolve_precision, setup_device
-from common.envs import EnvGroups, Envs, group_seed, make_envs
-from common.errors import InputError, TrainingError
+from common import InputError, TrainingError
+from common.checkpoint import Checkpoints, find_run, load_parts, load_weights, set_random_states
+from common.device import resolve_device, resolve_precision, setup_device
+from common.envs import Envs, make_envs, spread_seed
 from common.evaluation import Evaluator
-from common.files import ROOT
-from common.load import load_weights
-from common.resume import find_run, saved_args
-from common.run import Run
-from common.settings import HOST_MEMORY, parse
-from common.signals import hold_signals, one_line_errors
-from common.world import init_world
+from common.intrinsic import Intrinsic
+from common.run import ROOT, Run
+from common.settings import HOST_MEMORY, differs_from_preset, parse
+from common.world import World
 
-RANK_SEEDS = 20_000  # in place of a group's number: seeds unlike those of groups and evaluations
+RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
+LEVELS = "distribution_mode", "num_levels", "start_level"  # settings of Procgen's levels
+OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
 
 
 class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
+
     Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
-    `total_steps`, `num_iterations`, at which the run ends; `save(step)`, which keeps a copy to resume from.
-    Raises InputError for settings that cannot work, or a run that cannot be resumed, before anything is written."""
+    `total_steps` and `num_iterations`, at which the run ends; `stop_actors`, called before environments are closed,
+    which tells whether an actor hangs in one. Raises InputError, before anything is written, for settings that cannot
+    work or a run that cannot be resumed."""
 
     def __init__(self, args: Any, script: str):
         args.validate()
-        self.script, self.world = os.path.relpath(script, ROOT), init_world(args.device)
-        args = replace(args, precision=resolve_precision(args.precision, args.device))
-        self.args = args = self.world.share_settings(args)
-        self.resumed = find_run(args, self.script, self.world)
-        self.seed = group_seed(args.seed, RANK_SEEDS + self.world.rank) if self.world.rank else args.seed
-        self.device = setup_device(args.device, self.seed, args.torch_deterministic)
+        self.device = resolve_device(args.device)
         if args.accelerate == "cudagraphs" and self.device.type != "cuda":
             raise InputError(f"--accelerate cudagraphs needs a CUDA GPU, not {self.device}: use eager or compile.")
-        self.iteration_steps = args.iteration_steps * self.world.world_size
+        args = replace(args, precision=resolve_precision(args.precision, self.device))
+        self.world = world = World(self.device)
+        self.args = args = world.share_settings(args)
+        self.script = os.path.relpath(script, ROOT)
+        self.resumed = find_run(args, self.script, world)
+        self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
+        setup_device(self.device, self.seed, args.torch_deterministic)
+        if world.rank == 0 and (others := differs_from_preset(args)):
+            print(f"note: --preset {args.preset} with other values of {', '.join(others)}", file=sys.stderr)
+        self.iteration_steps = args.iteration_steps * world.world_size
         self.num_iterations = math.ceil(args.total_timesteps / self.iteration_steps)
         self.total_steps = self.num_iterations * self.iteration_steps
-        self.exits, self.envs, self.checkpoints, self.batches = ExitStack(), [], None, None
+        self.exits, self.envs, self.checkpoints, self.evaluator = ExitStack(), [], None, None
+        self.stop_actors = lambda: False
 
-    def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs | EnvGroups:
-        """Make and reset `num_envs` environments of actor `number` (None: all, in `--num-env-groups` groups)."""
-        args, names = self.args, ("distribution_mode", "num_levels", "start_level", "num_threads")
-        settings = {name: getattr(args, name) for name in names} | {"seed": group_seed(self.seed, number)}
-        video, groups = args.capture_video and number == 0, 1 if num_envs else args.num_env_groups
-        envs = make_envs(args.env_id, num_envs or args.num_envs, capture_video=video, num_groups=groups, **settings)
+    def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs:
+        """Make and reset `num_envs` environments (None: all) of actor `number`."""
+        args, num_envs = self.args, num_envs or self.args.num_envs
+        settings = {name: getattr(args, name) for name in (*LEVELS, "num_threads")}
+        settings |= {"capture_video": args.capture_video and number == 0, "pinned": self.device.type == "cuda"}
+        envs = make_envs(args.env_id, num_envs, seed=spread_seed(self.seed, number), **settings)
         self.envs.append(envs)
-        envs.reset(seed=self.seed + number * (num_envs or 0))
-        batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // envs.num_envs
+        envs.reset(seed=self.seed + number * num_envs)
+        batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
         if batch > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
             raise InputError(f"the observations of a batch take {batch / 1e9:,.0f} GB: lower --num-steps.")
         return envs
 
-    def make_intrinsic(self, envs: Envs | EnvGroups, epochs: int) -> intrinsic.Intrinsic | None:
+    def make_intrinsic(self, envs: Envs, epochs: int) -> Intrinsic | None:
         """What `--intrinsic-reward` names, or None; `epochs` are its passes over each rollout."""
         if self.args.intrinsic_reward == "none":
             return None
         if self.world.world_size > 1:  # their statistics would differ
             raise InputError("--intrinsic-reward is for a single process: start it without torchrun, or leave it out.")
-        return intrinsic.Intrinsic(self.args, envs, epochs, self.device)
+        return Intrinsic(self.args, envs, epochs, self.device)
 
-    def open_run(self, agent: torch.nn.Module, **parts: Any) -> Run:
-        """Make the run's folder, or put `agent` and all `parts` back where a resumed run's checkpoint left them: what
-        else has a `state_dict` and belongs to the run. None is left out."""
+    def open_run(self, agent: nn.Module, **parts: Any) -> Run:
+        """Make the run's folder, or put `agent` and all `parts` back where a resumed run's checkpoint left them.
+
+        `parts` are further objects with a `state_dict`. Values of None are ignored."""
         args, world, resumed = self.args, self.world, self.resumed
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
-        if args.eval_interval and not world.rank:
+        if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device)
             self.exits.callback(self.evaluator.close)
         if resumed:
-            random_states = load_parts(parts, resumed.checkpoint, world.rank, resumed.path)
+            random_states = load_parts(parts, resumed, world.rank)
         elif args.init_from:
             load_weights(agent, args.init_from, args.init_heads)
-        world.broadcast_parameters(part for part in parts.values() if isinstance(part, torch.nn.Module))
-        shown = {"script": self.script, "device": self.device, "total_steps": self.total_steps}
-        shown["num_parameters"] = sum(parameter.numel() for parameter in agent.parameters())
+        world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
-            self.run = run = Run(args, **shown, world=world, resumed=resumed)
-            self.checkpoints = Checkpoints(run, parts, world, written=run.step if resumed else None)
+            self.run = run = Run(args, self.script, self.device, self.total_steps, world, resumed)
+            self.checkpoints = Checkpoints(run, parts, resumed)
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
+        run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
         self.save = self.checkpoints.save
         if args.capture_video:
             self.envs[0].video.folder = run.path / "videos"
         if resumed:
             set_random_states(random_states, self.device)
         return run
-
-    def run_actors(self, actors: list[Iterator], stop: Event) -> ActorThreads:
-        """Batches of what `actors` yield, in threads until `stop` is set; with `--num-actors 0` one acts on demand."""
-        queue_size = self.args.queue_size if self.args.num_actors else 0
-        self.batches = ActorThreads(actors, self.args.batch_size, queue_size, stop, str(self.device))
-        return self.batches
 
     def evaluate(self, step: int) -> None:
         """Evaluate the agent, if an evaluation fell due since the last iteration or the run ends at `step`."""
@@ -119,30 +121,97 @@ class Session:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.checkpoints is not None:
-            hold_signals()  # actors end in their own time
+        opened = self.checkpoints is not None
+        if opened:
+            INTERRUPT.held = True  # actors end, and the checkpoint is written, in their own time
         with self.exits:
-            if self.batches is None or not self.batches.close():  # else a thread hangs in its environment
+            if not self.stop_actors():
                 for envs in self.envs:
                     self.exits.callback(envs.close)
             if isinstance(error, FloatingPointError):
                 error = TrainingError(*error.args)
-            if isinstance(error, NotImplementedError) and self.checkpoints is None:  # of a space, by the networks
+            if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 raise InputError(f"--env-id {self.args.env_id}: {error}.") from error
-            if isinstance(error, MemoryError) or re.search(
-                "out of memory|allocate memory|size calculation|Overflow when", str(error)
-            ):
-                advice = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
-                if self.checkpoints is None:
-                    raise InputError(f"{advice}.") from error
-                error = TrainingError(advice)
-            if self.checkpoints is not None:
+            if out_of_memory(error):
+                error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
+            if opened:
                 self.checkpoints.close(error)
+            elif isinstance(error, InputError):
+                raise error
         if error is None:
             self.world.destroy()
 
 
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether this is PyTorch's or Python's error for a lack of memory. A CPU's has no type of its own."""
+    said = isinstance(error, RuntimeError) and re.search("allocate memory|size calculation", str(error))
+    return bool(said) or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+# ------------------------------------------------------------------------------------------------- errors and signals
+
+# What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Interrupt:
+    """A signal handler that raises KeyboardInterrupt. Further signals within ten seconds are ignored, so that saving
+    can finish. Later ones count, because Python drops an exception that is raised in an object's finaliser."""
+
+    held, last = False, -math.inf
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if not self.held and time.monotonic() - self.last > 10:
+            self.last = time.monotonic()
+            raise KeyboardInterrupt(signum)
+
+
+INTERRUPT = Interrupt()
+
+
+class Outlet:
+    """A stream of text that may be closed, full or gone, which neither ends a run nor changes its exit code."""
+
+    def __init__(self, stream: TextIO | None):  # None: closed from the start
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def run_script(main: Callable[[Any], Path], args_class: type) -> None:
-    """Call a script's `main` with the settings of the command line; show errors as one sentence."""
-    with one_line_errors():
-        main(parse(args_class, default=saved_args(args_class)))
+    """Call a script's `main` with the settings of the command line.
+
+    Prints an InputError or a TrainingError as one line on stderr, and exits with 2 or 1. A signal exits with 128 plus
+    its number (Ctrl-C: 130). Code that calls `main(Args(...))` gets the exceptions themselves."""
+    sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script, or under nohup
+            signal.signal(number, INTERRUPT)
+    code = 0
+    try:
+        main(parse(args_class))
+    except (InputError, TrainingError) as error:
+        label = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
+        print(f"{label}error: {error}", file=sys.stderr, flush=True)
+        code = 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt as error:
+        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        print(f"stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}", file=sys.stderr)
+        code = 128 + number
+    INTERRUPT.held = True
+    for number in SIGNALS:  # the interpreter's end takes Python's handlers away
+        signal.signal(number, signal.SIG_IGN)
+    if any(thread.name.startswith("actor") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(code)  # the interpreter's own way out would abort beside an actor that hangs in its environment
+    if code:
+        sys.exit(code)

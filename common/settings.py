@@ -1,19 +1,21 @@
-"""Settings: the values they may have, the settings that all scripts share, and how the command line sets them."""
+"""Settings: the values that they may have, those that all scripts share, and the command line."""
 
-import inspect
+import argparse
 import itertools
+import json
 import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from inspect import get_annotations
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from common.errors import InputError
+from common import InputError
 
 T = TypeVar("T", int, float)
 HOST_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
@@ -29,46 +31,74 @@ class Limits(NamedTuple):
 Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < math.inf)]
 NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
+InitFn = Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"]
 Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
 
-ALIASES = {"--baseline-coef": "--vf-coef"}  # another project's name of a flag, which the command line accepts
-SECTIONS = "preset", "environment", "algorithm", "network", "evaluation", "intrinsic rewards", "run"  # of --help
+
+@dataclass
+class EnvArgs:
+    """environment"""
+
+    env_id: str = "starpilot"
+    """a Procgen game, several joined by commas, or a Gymnasium id"""
+    distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
+    """Procgen's difficulty; not every game has the last three"""
+    num_levels: NotNegative[int] = 0
+    """number of Procgen levels to train on; 0 for no limit"""
+    start_level: NotNegative[int] = 0
+    """first Procgen level to train on (needs --num-levels)"""
+    num_threads: int | None = None
+    """C++ threads that step Procgen's environments (IMPALA: of each actor); None: one a core, at most 8"""
+    num_envs: Positive[int] = 64
+    """number of environments, of each rank (N); IMPALA's actors share them evenly"""
 
 
-def flag(name: str) -> str:
-    """The command line's name of a setting."""
-    return f"--{name.replace('_', '-')}"
+@dataclass
+class NetworkArgs:
+    """network"""
+
+    feature_dim: Positive[int] = 256
+    """width of the encoder's output"""
+    hidden_dim: Positive[int] = 64
+    """width of the MLP's hidden layer (vector observations only)"""
+    init_fn: InitFn = "xavier_uniform"
+    """initial weights: rows of fixed L2 norm (OpenAI's PPG code), orthogonal, Xavier, or identity for PyTorch's own"""
 
 
-def check_limits(args: Any) -> None:
-    """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        given = getattr(args, name)
-        values = [value for value in (given if isinstance(given, tuple) else (given,)) if value is not None]
-        for value, each in itertools.product(values, (hint, *get_args(hint))):
-            choices = get_args(each) if get_origin(each) is Literal else [value]
-            if value not in choices:
-                raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(map(str, choices))}.")
-            for limits in getattr(each, "__metadata__", ()):
-                if isinstance(limits, Limits) and not limits.holds(value):
-                    raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+@dataclass
+class IntrinsicArgs:
+    """intrinsic rewards"""
+
+    intrinsic_reward: Literal["none", "rnd", "icm"] = "none"
+    """reward novelty, too: by random network distillation, or by the intrinsic curiosity module"""
+    intrinsic_coef: NotNegative[float] = 0.5
+    """weight of the intrinsic advantages; the task's have weight 1"""
+    intrinsic_gamma: Fraction = 0.99
+    """discount factor of the intrinsic rewards"""
+    pretraining: bool = False
+    """learn from intrinsic rewards alone: the task's rewards have weight 0, and values predict intrinsic returns"""
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining"):
+            if self.intrinsic_reward == "none" and getattr(self, name) != getattr(type(self), name):
+                raise InputError(
+                    f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or omit it."
+                )
+        if self.intrinsic_gamma == 1:
+            raise InputError("--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less.")
+        if self.pretraining and self.intrinsic_coef == 0:
+            raise InputError("--pretraining with --intrinsic-coef 0 has nothing to learn from: use a number above 0.")
 
 
 @dataclass
 class RunArgs:
-    # ---- evaluation
-    eval_interval: NotNegative[int] = 0
-    """environment steps between evaluations on held-out levels (the last is at the end of the run); 0 for none"""
-    eval_episodes: Positive[int] = 64
-    """episodes that each evaluation plays with sampled actions, and again with the most likely ones"""
-    eval_num_levels: NotNegative[int] = 0
-    """number of Procgen levels to evaluate on; 0 for all levels, the usual test set"""
-    eval_start_level: NotNegative[int] = 0
-    """first Procgen level to evaluate on (needs --eval-num-levels)"""
+    """run"""
 
-    # ---- run
     exp_name: str = "run"
-    """name of the experiment, a part of the run folder's name; default: the script's, with its preset"""
+    """name of the experiment, a part of the run folder's name"""
+    total_timesteps: Positive[int] = 25_000_000
+    """environment steps of the run; rounded up to whole iterations"""
     seed: Seed = 1
     """seed of the networks, the sampled actions and the environments"""
     device: str = "auto"
@@ -78,8 +108,8 @@ class RunArgs:
     micro_batch_size: Positive[int] | None = None
     """steps of a minibatch that go through the network at a time; None: 512 on a CPU, all on a GPU"""
     accelerate: Literal["auto", "eager", "compile", "cudagraphs"] = "auto"
-    """eager: as written, on a CPU by kernels of our own; cudagraphs: on a GPU by ours, recorded and replayed;
-    compile: by torch.compile (a minute at the start), acting on a GPU replayed; auto: cudagraphs, on a CPU eager"""
+    """eager: no compilation and no CUDA graphs; on a CPU our convolution kernels are used. cudagraphs: our kernels and
+    CUDA graphs on a GPU. compile: torch.compile for the encoder. auto: cudagraphs on a GPU, eager on a CPU"""
     torch_deterministic: bool = True
     """use deterministic cuDNN kernels"""
     runs_dir: str = "runs"
@@ -94,6 +124,14 @@ class RunArgs:
     """minutes between checkpoints on disk; 0 for one after each iteration"""
     keep_checkpoints: Positive[int] = 2
     """number of newest checkpoints to keep"""
+    eval_interval: NotNegative[int] = 0
+    """environment steps between evaluations on held-out levels (the last is at the end of the run); 0 for none"""
+    eval_episodes: Positive[int] = 64
+    """episodes that each evaluation plays with sampled actions, and again with the most likely ones"""
+    eval_num_levels: NotNegative[int] = 0
+    """number of Procgen levels to evaluate on; 0 for all levels, the usual test set"""
+    eval_start_level: NotNegative[int] = 0
+    """first Procgen level to evaluate on (needs --eval-num-levels)"""
     track: bool = False
     """also log to Weights & Biases (needs the package wandb)"""
     wandb_project_name: str = "procgen"
@@ -103,77 +141,116 @@ class RunArgs:
     capture_video: bool = False
     """write videos of environment 0 into the run folder (slower: Procgen then also draws 512x512 frames)"""
 
-    title = property(lambda self: self.exp_name, doc="What the screen calls the algorithm.")
-
-    @staticmethod
-    def presets(named: dict[str, dict[str, Any]]) -> Callable[[type], type]:
-        """Decorate a dataclass of settings: its `preset` names other defaults for the settings that are not given."""
-
-        def decorate(args_class: type) -> type:
-            def with_preset(self: Any, **given: Any) -> None:
-                init(self, **named.get(given.get("preset", self.preset), {}) | given)
-
-            init, args_class.__init__ = args_class.__init__, with_preset
-            return args_class
-
-        return decorate
-
-    def constraints(self) -> Iterator[tuple[bool, str]]:
-        """What must hold between settings: pairs of a condition and a sentence that says what to change."""
-        heads = "--init-heads is for a run that starts from another: add --init-from, or leave it out."
-        yield self.init_heads == "keep" or bool(self.init_from), heads
-        levels = "--eval-num-levels and --eval-start-level are for evaluations: add --eval-interval, or leave them out."
-        yield self.eval_interval > 0 or not (self.eval_num_levels or self.eval_start_level), levels
-        for name, package in (("track", "wandb"), ("capture_video", "av")):
-            message = f"{flag(name)} needs a package: pip install {package}, or leave {flag(name)} out."
-            yield not getattr(self, name) or bool(find_spec(package)), message
-        if hasattr(self, "intrinsic_reward"):
-            for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining"):
-                message = f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or omit it."
-                yield self.intrinsic_reward != "none" or getattr(self, name) == getattr(type(self), name), message
-            endless = "--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less."
-            yield self.intrinsic_gamma < 1, endless
-            nothing = "--pretraining with --intrinsic-coef 0 has nothing to learn from: use a number above 0."
-            yield not self.pretraining or self.intrinsic_coef > 0, nothing
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name: the settings of a preset that are not the defaults
 
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
         check_limits(self)
-        for holds, message in self.constraints():
-            if not holds:
-                raise InputError(message)
+        if self.init_heads != "keep" and not self.init_from:
+            raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
+        if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval:
+            raise InputError(
+                "--eval-num-levels and --eval-start-level are for evaluations: add --eval-interval, or leave them out."
+            )
+        if self.track and not find_spec("wandb"):
+            raise InputError("--track needs a package: pip install wandb, or leave --track out.")
+        if self.capture_video and not find_spec("av"):
+            raise InputError("--capture-video needs a package: pip install av, or leave --capture-video out.")
 
 
-def sections(args_class: type) -> dict[str, dict[str, str]]:
-    """Each section's settings with their help, read from the source as tyro does. A comment like `# ---- algorithm`
-    opens a section; the help of a setting is the string below it."""
-    found, titles = {title: {} for title in SECTIONS}, {}
-    pattern = re.compile(r'^    (?:# -+ (.+)|(\w+): .+(?:\n    """([^"]*)""")?)', re.M)
-    for parent in reversed(args_class.__mro__[:-1]):
-        title = SECTIONS[-1]
-        for line in pattern.finditer(inspect.getsource(parent)):
-            title, name, text = line[1] or title, line[2], line[3]
-            if name in parent.__annotations__:
-                section = found.setdefault(titles.setdefault(name, title), {})
-                section[name] = " ".join(text.split()) if text else section.get(name, "")
-    return {title: section for title, section in found.items() if section}
+def flag(name: str) -> str:
+    """The command line's name of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
-def parse(args_class: type, default: Any, words: Sequence[str] | None = None) -> Any:
-    """`args_class` as the command line (or `words`) sets it, with `default` for all other settings."""
-    words = sys.argv[1:] if words is None else words
-    hints, groups = get_type_hints(args_class, include_extras=True), []
-    *_, preset = None, *re.findall(r"(?:^|\0)--preset[=\0](\w+)", "\0".join(words))  # of several the last one counts
-    if preset in get_args(hints.get("preset")) and default == args_class():  # else a run is resumed
-        default = args_class(preset=preset)
-    for title, helps in sections(args_class).items():  # a dataclass for each, since tyro's --help lists dataclasses
-        flags = [
-            (name, Annotated[hints[name], tyro.conf.arg(help=text)], field(default=getattr(default, name)))
-            for name, text in helps.items()
-        ]
-        group = make_dataclass(title.replace(" ", "_"), flags, namespace={"__doc__": ""})
-        groups.append((group.__name__, tyro.conf.OmitArgPrefixes[group], field(default_factory=group)))
-    description = (inspect.getmodule(args_class).__doc__ or "").partition("\n")[0]
-    words = [re.sub(r"^--[\w-]+", lambda name: ALIASES.get(name[0], name[0]), word) for word in words]
-    view = tyro.cli(make_dataclass("Args", groups), args=words, description=description)
-    return args_class(**{name: value for group in vars(view).values() for name, value in vars(group).items()})
+def check_limits(args: Any) -> None:
+    """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        given = getattr(args, name)
+        values = given if isinstance(given, tuple) else (given,)
+        for value, each in itertools.product(values, (hint, *get_args(hint))):
+            if value is None:
+                continue
+            choices = get_args(each) if get_origin(each) is Literal else [value]
+            if value not in choices:
+                raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(map(str, choices))}.")
+            for limits in getattr(each, "__metadata__", ()):
+                if isinstance(limits, Limits) and not limits.holds(value):
+                    raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+
+
+def preset_args(args_class: type, preset: str, **given: Any) -> Any:
+    """`args_class` with the settings of one of its presets; settings that are `given` win."""
+    return args_class(**args_class.presets[preset] | {"preset": preset} | given)
+
+
+def differs_from_preset(args: Any) -> list[str]:
+    """The flags whose values are not those of the preset that `args` name; all but the experiment's name."""
+    preset = args.presets.get(getattr(args, "preset", None), {})
+    return [flag(name) for name, value in preset.items() if name != "exp_name" and getattr(args, name) != value]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The dict in a JSON file; an empty one if the file holds no dict or cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):  # the last two: not JSON, not text, or hostile
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def saved_args(args_class: type, folder: str) -> Any:
+    """The settings of the run in `folder`. Raises InputError if they cannot be read, or are another script's."""
+    settings = read_json(Path(folder, "args.json"))
+    if not settings:
+        raise InputError(f"--resume {folder}: no run folder with a readable args.json is there.")
+    try:
+        return args_class(**settings | {"resume": None})
+    except TypeError as error:
+        raise InputError(f"--resume {folder}: the run was made by a script with other flags ({error}).") from None
+
+
+def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
+    """`args_class` as the command line (or `words`) sets it. Flags that are not given have the values of the run that
+    `--resume RUN_DIR` names, of the `--preset`, or the class's defaults. Raises InputError as `saved_args`."""
+    words = sys.argv[1:] if words is None else list(words)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
+    early.add_argument("--resume")
+    early.add_argument("--preset")
+    known, _ = early.parse_known_args(words)
+    default = args_class()
+    if known.resume not in (None, "None", "auto"):
+        default = saved_args(args_class, known.resume)
+    elif known.preset in args_class.presets:
+        default = preset_args(args_class, known.preset)
+    description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
+    sections = command_line(args_class, default)
+    found = tyro.cli(sections, args=words, description=description, config=(tyro.conf.SuppressFixed,))
+    for section in vars(found).values():
+        changed = {name: getattr(section, name) for name in type(section).own}
+        default = replace(default, **changed)
+    return default
+
+
+def command_line(args_class: type, default: Any) -> type:
+    """What tyro shows as `--help`: a section for `args_class` and for each of the classes that it inherits from.
+
+    Every section is a subclass of `args_class`, so that tyro finds the help below each field. All fields are fixed but
+    the `own` ones, which are those that the section's class was the first to declare.
+    """
+    hints = get_type_hints(args_class, include_extras=True)
+    names = [each.name for each in fields(args_class)]
+    origin = {name: parent for parent in args_class.__mro__ for name in get_annotations(parent)}
+    sections = []
+    for parent in args_class.__mro__:
+        own = [name for name in names if origin[name] is parent]
+        if not own:
+            continue
+        shown = []
+        for name in names:
+            hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
+            shown.append((name, hint, field(default=getattr(default, name))))
+        title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
+        section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
+        sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
+    return make_dataclass("Args", sections)

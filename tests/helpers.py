@@ -14,7 +14,7 @@ import ppg
 import ppo
 from common.envs import finished_episodes, make_envs
 from common.evaluation import HeldOut
-from common.load import load_agent
+from common.checkpoint import load_agent
 
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -37,13 +37,13 @@ class Silent:
     def __init__(self):
         self.finished = []
 
-    def episodes(self, step, infos, first_env=0):
-        self.finished += [(step, first_env + env, *rest) for env, *rest in finished_episodes(infos)]
+    def record(self, step, infos):
+        self.finished += [(step, *episode) for episode in finished_episodes(infos)]
 
 
-def estimates(rollout, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and value targets, as the scripts hand them to `update`."""
-    return advantages, advantages + rollout.values
+def with_advantages(rollout, advantages: torch.Tensor):
+    """A rollout with advantages and value targets, as the scripts hand it to `update`."""
+    return rollout._replace(advantages=advantages, returns=advantages + rollout.values)
 
 
 def parameters(run_dir: Path) -> dict[str, torch.Tensor]:

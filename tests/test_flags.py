@@ -65,7 +65,7 @@ ELSEWHERE = {
     "test_flags.py": "exp_name torch_deterministic",
     "test_run.py": "runs_dir capture_video track wandb_project_name wandb_entity",
     "test_device.py": "device",
-    "test_session.py": "preset num_env_groups",
+    "test_session.py": "preset",
     "test_learning.py": "precision micro_batch_size",
     "test_gpu.py": "accelerate",
     "test_checkpoint.py": "resume init_from checkpoint_interval keep_checkpoints aux_frames",

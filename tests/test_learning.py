@@ -1,6 +1,7 @@
 """Minibatches in pieces, layout, kernels and number formats change neither gradients nor what is logged."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -12,17 +13,18 @@ import impala
 import ppg
 import ppo
 import throughput
-from common.accelerate import accelerate
 from common.device import resolve_precision
+from common.fast import accelerate
 from common.learning import backward, mean_metrics, micro_batches
 from common.world import World
-from helpers import ALL, PPO_AND_PPG, estimates
+from helpers import ALL, PPO_AND_PPG
+from test_losses import WORLD, run_update
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
 SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
 ACTIONS = gym.spaces.Discrete(4)
-CPU, WORLD = torch.device("cpu"), World()
+CPU = torch.device("cpu")
 CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {"use_lstm": True})]
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
@@ -49,22 +51,21 @@ def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, p
     if script is impala:
         obs, actions, logprobs = observations(9, 6), torch.randint(0, 4, (8, 6)), -torch.rand(8, 6, dtype=dtype)
         rest = torch.randn(8, 6, dtype=dtype), (torch.rand(8, 6) < 0.2).to(dtype), torch.zeros(8, 6, dtype=dtype)
-        batch = impala.Unroll(obs, actions, logprobs, *rest, agent.initial_state(6).to(dtype))
+        batch = impala.Unroll(actions, obs, logprobs, *rest, agent.initial_state(6).to(dtype))
         batch = impala.Unroll(*(x.to(device) for x in batch))
         metrics = impala.update(agent, optimizer, batch, args, WORLD)
     else:
-        rollout = script.new_rollout(8, 6, space, ACTIONS, CPU)
-        rollout = rollout._replace(
+        zeros = torch.zeros(8, 6, dtype=dtype)
+        rollout = script.Rollout(
             obs=observations(8, 6), actions=torch.randint(0, 4, (8, 6)), logprobs=-torch.rand(8, 6, dtype=dtype),
-            values=torch.randn(8, 6, dtype=dtype),
+            values=torch.randn(8, 6, dtype=dtype), rewards=zeros, dones=zeros, truncation_values=zeros,
         )  # fmt: skip
-        rollout = script.Rollout(*(x.to(device) for x in rollout))
-        optimizers = optimizer if script is ppo else (optimizer, optimizer)
+        rollout = script.Rollout(*[None if x is None else x.to(device) for x in rollout])
         advantages = script.compute_gae(rollout, torch.randn(6, dtype=dtype).to(device), 0.9, 0.9)
-        metrics = script.update(agent, optimizers, rollout, *estimates(rollout, advantages), args, WORLD)
+        metrics = run_update(script, agent, rollout, advantages, args, optimizer)
         if script is ppg:
             obs, returns = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
-            phase = SimpleNamespace(obs=obs, returns=returns)
+            phase = SimpleNamespace(obs=obs, returns=returns, length=2)
             metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
     change = parameters_to_vector(agent.parameters()).detach() - start
     return change, {tag: read(value) for tag, value in metrics.items()}
@@ -93,11 +94,14 @@ def test_backward_averages_losses_and_metrics_and_gradients_over_pieces():
         def all_reduce_gradients(self):
             calls.append(weight.grad.item())
 
-    def loss_of(piece):
-        loss = (weight * piece).square().mean()
-        return loss, {"loss": loss, "size": torch.tensor(float(len(piece)))}
+    class Numbers(NamedTuple):
+        x: torch.Tensor
 
-    metrics = backward(loss_of, [x], 3, Spy())
+    def loss_of(agent, piece, args):
+        loss = (weight * piece.x).square().mean()
+        return loss, {"loss": loss, "size": torch.tensor(float(len(piece.x)))}
+
+    metrics = backward(loss_of, None, Numbers(x), SimpleNamespace(micro_batch_size=3), Spy(CPU))
     assert calls == [pytest.approx(6 * x.square().mean().item())]
     assert metrics == pytest.approx({"loss": 9 * x.square().mean().item(), "size": (3 * 3 + 3 * 3 + 1 * 1) / 7})
     assert {type(value) for value in metrics.values()} == {float}
@@ -147,18 +151,18 @@ def test_behaviour_and_training_passes_agree(script, precision):
     agent = script.Agent(SMALL, ACTIONS, args)
     with torch.no_grad():
         agent.policy_head.linear.weight *= 100  # as far from uniform as a trained policy
-    rollout = script.new_rollout(8, 8, SMALL, ACTIONS, CPU)
+    envs = SimpleNamespace(num_envs=8, single_observation_space=SMALL, single_action_space=ACTIONS)
+    rollout = script.new_rollout(8, envs, CPU)
     rollout.obs.random_(0, 256)
     for t in range(8):
         with torch.no_grad():
             rollout.actions[t], rollout.logprobs[t], _, rollout.values[t] = agent.get_action_and_value(rollout.obs[t])
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
-    optimizers = optimizer if script is ppo else (optimizer, optimizer)
-    metrics = script.update(agent, optimizers, rollout, *estimates(rollout, torch.randn(8, 8)), args, WORLD)
+    metrics = run_update(script, agent, rollout, torch.randn(8, 8), args, optimizer)
     assert metrics["losses/initial_ratio_deviation"] < 1e-3
     assert metrics["losses/ratio_deviation"] > 1e-2  # later minibatches are learnt from with a changed policy
     rollout.logprobs[:] += 0.05
-    metrics = script.update(agent, optimizers, rollout, *estimates(rollout, torch.randn(8, 8)), args, WORLD)
+    metrics = run_update(script, agent, rollout, torch.randn(8, 8), args, optimizer)
     assert metrics["losses/initial_ratio_deviation"] > 1e-3
 
 
@@ -180,16 +184,15 @@ def test_micro_batches():
 def test_precision(monkeypatch, capsys):
     for capabilities, expected in (({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({}, "fp32")):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
-        assert [resolve_precision(each, "cpu") for each in ("auto", "fp32")] == [expected, "fp32"]
+        assert [resolve_precision(each, CPU) for each in ("auto", "fp32")] == [expected, "fp32"]
         assert not capsys.readouterr().err
-        assert resolve_precision("bf16", "cpu") == "bf16"
+        assert resolve_precision("bf16", CPU) == "bf16"
         assert ("no bf16 instructions on cpu" in capsys.readouterr().err) == (expected == "fp32")
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert resolve_precision("auto", "cpu") == "fp32"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolve_precision("auto", CPU) == "fp32"
     for capability, expected in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        assert resolve_precision("auto", "auto") == expected
+        assert resolve_precision("auto", torch.device("cuda")) == expected
 
 
 def test_the_flops_that_the_benchmark_counts_are_those_of_the_notes():

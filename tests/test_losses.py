@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 
 import ppg
 import ppo
+from common.networks import action_dist, policy_kl
 from common.world import World
-from helpers import estimates
+from helpers import with_advantages
 
 pytestmark = pytest.mark.quick
 VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
@@ -24,7 +26,8 @@ SPACES = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPA
 # PPG also with separate passes: two for the value, then one for the policy
 CASES = {"ppo": (ppo, {"update_epochs": 1}), "ppg": (ppg, {}), "ppg-separate": (ppg, {"e_value": 2})}
 CASES = pytest.mark.parametrize(("script", "settings"), CASES.values(), ids=CASES)
-WORLD = World()
+CPU = torch.device("cpu")
+WORLD = World(CPU)
 
 
 def test_clipped_policy_loss():
@@ -66,8 +69,8 @@ def test_distributions_against_closed_forms(space):
     generator = torch.Generator().manual_seed(0)
     size = 3 if isinstance(space, gym.spaces.MultiBinary) else 4
     old, new = torch.randn(2, 6, size, generator=generator, dtype=torch.float64)
-    dist = ppo.action_dist(space, old)
-    torch.testing.assert_close(ppg.policy_kl(dist, ppo.action_dist(space, new)), kl_by_definition(space, old, new))
+    dist = action_dist(space, old)
+    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_by_definition(space, old, new))
     if isinstance(space, gym.spaces.Discrete):
         action, p = torch.full((6,), 2), old.softmax(-1)
         entropy, logprob = -(p * p.log()).sum(-1), p[:, 2].log()
@@ -89,7 +92,7 @@ def test_the_kl_of_a_category_that_the_new_policy_all_but_excludes_is_finite(gap
     space = ACTION_SPACES["discrete"]
     old = torch.tensor([[0.5, 0.0, -1.0, 2.0], [gap, 0.0, 0.0, 0.0]])  # the old policy may be as sure of something
     new = torch.tensor([[gap, 0.0, -1.0, 2.0], [0.0, gap, 0.0, 0.0]], requires_grad=True)
-    kl = ppg.policy_kl(ppg.action_dist(space, old), ppg.action_dist(space, new))
+    kl = policy_kl(action_dist(space, old), action_dist(space, new))
     p, q = (x.detach().double() for x in (old, new))
     expected = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1)
     torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=0)
@@ -97,7 +100,7 @@ def test_the_kl_of_a_category_that_the_new_policy_all_but_excludes_is_finite(gap
     torch.testing.assert_close(new.grad.double(), q.softmax(-1) - p.softmax(-1), rtol=1e-5, atol=1e-7)
     assert (new.grad[0].abs() > 0.01).all()
     if gap > 103.98:  # the smallest number of float32 is exp(-103.97)
-        assert (ppg.action_dist(space, new).probs == 0).any()
+        assert (action_dist(space, new).probs == 0).any()
 
 
 def test_the_kl_of_bits_that_are_almost_certain_is_finite():
@@ -105,7 +108,7 @@ def test_the_kl_of_bits_that_are_almost_certain_is_finite():
     space = ACTION_SPACES["multibinary"]
     old = torch.tensor([[16.0, 12.0, -30.0], [90.0, -90.0, 0.0]])
     new = torch.tensor([[17.0, 17.5, 25.0], [-90.0, 90.0, 0.0]], requires_grad=True)
-    kl = ppg.policy_kl(ppg.action_dist(space, old), ppg.action_dist(space, new))
+    kl = policy_kl(action_dist(space, old), action_dist(space, new))
     p, q = old.double(), new.detach().double()
     expected = p.sigmoid() * (q.neg().exp().log1p() - p.neg().exp().log1p())
     expected += p.neg().sigmoid() * (q.exp().log1p() - p.exp().log1p())
@@ -116,7 +119,8 @@ def test_the_kl_of_bits_that_are_almost_certain_is_finite():
 
 def random_rollout(script, space: gym.Space, agent, num_steps: int, num_envs: int):
     """A rollout of random observations and of actions from the agent itself, with rewards and values that differ."""
-    rollout = script.new_rollout(num_steps, num_envs, VECTOR, space, torch.device("cpu"))
+    envs = SimpleNamespace(num_envs=num_envs, single_observation_space=VECTOR, single_action_space=space)
+    rollout = script.new_rollout(num_steps, envs, CPU)
     rollout.obs.normal_()
     rollout.rewards.normal_()
     with torch.no_grad():
@@ -142,10 +146,10 @@ def make_agent(script, space, args):
     return agent
 
 
-def run_update(script, agent, rollout, advantages, returns, args, optimizer):
+def run_update(script, agent, rollout, advantages, args, optimizer):
     """An update with the same optimizer for all passes."""
-    optimizers = optimizer if script is ppo else (optimizer, optimizer)
-    return script.update(agent, optimizers, rollout, advantages, returns, args, WORLD)
+    optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
+    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, WORLD)
 
 
 @SPACES
@@ -181,7 +185,7 @@ def test_update_follows_the_gradient_of_the_weighted_sum(script, settings, space
             parameter.data -= 0.1 * parameter.grad if parameter.grad is not None else 0
 
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
-    metrics = run_update(script, agent, rollout, *estimates(rollout, advantages), args, optimizer)
+    metrics = run_update(script, agent, rollout, advantages, args, optimizer)
     expected = dict(twin.named_parameters())
     for name, parameter in agent.named_parameters():
         torch.testing.assert_close(parameter, expected[name], msg=name)
@@ -202,6 +206,6 @@ def test_target_kl_stops_the_epochs(script, passes, steps):
         rollout = random_rollout(script, ACTION_SPACES["discrete"], agent, 8, 4)
         count = []
         optimizer.register_step_post_hook(lambda *_, count=count: count.append(1))
-        run_update(script, agent, rollout, *estimates(rollout, torch.randn(8, 4)), args, optimizer)
+        run_update(script, agent, rollout, torch.randn(8, 4), args, optimizer)
         made.append(len(count))
     assert made == steps

@@ -21,7 +21,7 @@ T = 8
 def random_phase(iterations: int, num_envs: int) -> SimpleNamespace:
     """What an auxiliary phase needs of a `ppg.Phase`, in float64."""
     obs, returns = torch.randn(iterations, T, num_envs, *VECTOR.shape), torch.randn(iterations, T, num_envs)
-    return SimpleNamespace(obs=obs.double(), returns=returns.double())
+    return SimpleNamespace(obs=obs.double(), returns=returns.double(), length=iterations)
 
 
 @quick
@@ -32,7 +32,7 @@ def test_auxiliary_phase_follows_the_gradient_of_its_losses(arch, space):
 
     rllte zeroes the gradient between backward and step, so that its auxiliary phase trains nothing.
     """
-    args = ppg.Args(arch=arch, num_steps=T, e_aux=3, beta_clone=5.0, num_aux_rollouts=8)
+    args = ppg.Args(arch=arch, num_envs=4, num_steps=T, e_aux=3, beta_clone=5.0, num_aux_rollouts=8)
     agent, phase = make_agent(ppg, space, args).double(), random_phase(2, 4)
     twin, obs, returns, losses = copy.deepcopy(agent), phase.obs.view(-1, 3), phase.returns.flatten(), []
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_auxiliary_phase_follows_the_gradient_of_its_losses(arch, space):
 @pytest.mark.parametrize(("num_aux_rollouts", "num_aux_grad_accum", "steps"), [(2, 1, 2), (1, 2, 2), (3, 1, 1)])
 def test_rollouts_in_memory_at_a_time(num_aux_rollouts, num_aux_grad_accum, steps, monkeypatch):
     """Of 3 rollouts. Those that are left over make a smaller minibatch, and are not dropped."""
-    args = ppg.Args(num_steps=T, num_aux_rollouts=num_aux_rollouts, num_aux_grad_accum=num_aux_grad_accum)
+    args = ppg.Args(num_envs=3, num_steps=T, num_aux_rollouts=num_aux_rollouts, num_aux_grad_accum=num_aux_grad_accum)
     agent = make_agent(ppg, ACTION_SPACES["discrete"], args).double()
     sizes, made, forward = [], [], agent.get_policy_and_values
     monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
@@ -78,7 +78,7 @@ def test_after_a_run_that_ends_in_mid_phase_the_next_phase_starts_empty(tmp_path
     lengths, auxiliary_phase = [], ppg.auxiliary_phase
 
     def spy(agent, optimizer, phase, *rest):
-        lengths.append(len(phase.obs))
+        lengths.append(phase.length)
         return auxiliary_phase(agent, optimizer, phase, *rest)
 
     monkeypatch.setattr(ppg, "auxiliary_phase", spy)

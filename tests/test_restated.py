@@ -75,7 +75,7 @@ def check(monkeypatch, tmp_path):
 
         def make_double(*inputs):
             fields = make_storage(*inputs)
-            return type(fields)(*(x.double() if x.is_floating_point() else x for x in fields))
+            return type(fields)(*[x.double() if x is not None and x.is_floating_point() else x for x in fields])
 
         monkeypatch.setattr(TapeEnv, "made", ())
         monkeypatch.setattr(script, "Agent", Agent)
@@ -162,7 +162,7 @@ APPO |= {f"{name}, LSTM": settings | {"use_lstm": True} for name, settings in AP
 @pytest.mark.parametrize("settings", IMPALA.values(), ids=IMPALA)
 def test_impala(settings, check):
     """Rounds of unrolls make two batches each, the second of which lags behind by an update."""
-    check(impala, restated.impala, **impala.PRESETS["paper"] | {"preset": "paper", "num_actors": 0} | settings)
+    check(impala, restated.impala, **impala.Args.presets["paper"] | {"preset": "paper", "num_actors": 0} | settings)
 
 
 @pytest.mark.parametrize("settings", APPO.values(), ids=APPO)

@@ -42,7 +42,7 @@ def build() -> ctypes.CDLL | None:
 def gpu() -> ModuleType | None:
     """The kernels for the current GPU; None, and a note on stderr, where Triton is missing or cannot compile them."""
     try:
-        from common import gpu_kernels
+        from common.fast import gpu_kernels
 
         x = torch.zeros(1, 16, 2, 2, device="cuda", dtype=torch.bfloat16)
         gpu_kernels.convolve_backward(x, x, relu=True)

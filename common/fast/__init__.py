@@ -1,5 +1,5 @@
 """Kernels for convolutional encoders that are written in plain PyTorch, torch.compile, and CUDA graphs.
-The kernels of `common/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
+The kernels of `common/fast/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
 residual blocks. Each call looks for hooks and other settings, with which modules run as they are written."""
 
 import copy
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.errors import TrainingError
-from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, gpu, suits
+from common import TrainingError
+from common.fast.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, gpu, suits
 
 # PyTorch's modules that the kernels know, with the settings that they must have
 CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}

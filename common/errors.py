@@ -1,9 +1,0 @@
-"""The two errors that a person sees as one sentence instead of a traceback."""
-
-
-class InputError(ValueError):
-    """Settings that cannot work. The message says what to change; raised before anything is started."""
-
-
-class TrainingError(RuntimeError):
-    """A run that must not go on, for example because a loss is NaN."""
