@@ -49,9 +49,9 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 from torch.optim import Adam, Optimizer, RMSprop
 
-from common.accelerate import accelerate
 from common.device import to_device
 from common.envs import finished_episodes
+from common.fast import accelerate
 from common.learning import backward, mean_metrics, micro_batches
 from common.reward_scale import RewardNormalizer
 from common.session import Session, run_script

@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 from torch.optim import Adam, Optimizer
 
-from common.accelerate import accelerate
 from common.device import frame_store, to_device
+from common.fast import accelerate
 from common.learning import backward, mean_metrics
 from common.reward_scale import RewardNormalizer
 from common.run import Run

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from common.accelerate import accelerate
 from common.checkpoint import read_archive
 from common.envs import make_envs
 from common.errors import InputError
+from common.fast import accelerate
 from common.files import ROOT
 
 VALUE_HEADS = ("value_head.", "aux_value_head.")

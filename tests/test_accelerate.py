@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common.accelerate import Playback, Recorded, RecordedEncode, accelerate, with_aliases
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
 import ppo
 from common import accelerate as module
 from common import kernels
-from common.accelerate import Playback, Recorded, RecordedEncode, accelerate, with_aliases
 from common.errors import TrainingError
 
 

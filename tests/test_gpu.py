@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from common.accelerate import Playback, Recorded, accelerate
 
 import impala
 import ppg
 import ppo
 from common import device
-from common.accelerate import Playback, Recorded, accelerate
 from common.errors import TrainingError
 from helpers import ALL, parameters, small_args
 from test_learning import ACTIONS, FRAMES, learn

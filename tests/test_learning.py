@@ -6,13 +6,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from common.accelerate import accelerate
 from torch.nn.utils import parameters_to_vector
 
 import impala
 import ppg
 import ppo
 import throughput
-from common.accelerate import accelerate
 from common.device import resolve_precision
 from common.learning import backward, mean_metrics, micro_batches
 from common.world import World

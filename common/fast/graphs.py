@@ -1,66 +1,24 @@
-"""Kernels for convolutional encoders that are written in plain PyTorch, torch.compile, and CUDA graphs.
-The kernels of `common/kernels.py` replace 3x3 convolutions that have max-pooling after them in an `nn.Sequential`, and
-residual blocks. Each call looks for hooks and other settings, with which modules run as they are written."""
+"""torch.compile, and CUDA graphs: one call replays the hundreds of short kernels of a pass on a GPU."""
 
 import copy
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from itertools import compress, pairwise
+from itertools import compress
 from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from common.errors import TrainingError
-from common.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, gpu, suits
+from common.fast.modules import has_hooks
 
-# PyTorch's modules that the kernels know, with the settings that they must have
-CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
-POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
-SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
-HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # run by a call
-# Held while a graph is recorded, and while acting is replayed: a recording must meet no random numbers, which actors
-# draw then, or right afterwards, when another thread's rehearsal has only begun
+# Held while a graph is recorded, and while acting is replayed. No other thread may draw random numbers on the GPU
+# during a recording, as actors do when they act, nor right after it, when another rehearsal has only begun.
 RECORDING = threading.Lock()
-
-
-def accelerate(agent: nn.Module, mode: str) -> None:
-    """Make an agent faster, in place; call this once, before any threads. "eager": on a CPU the encoders run by our
-    kernels, and a note on stderr names convolutions that have none. "cudagraphs": on a GPU they do, in bfloat16, and
-    acting (`Recorded`) and the encoders' two passes (`RecordedEncode`), which are hundreds of short kernels, are
-    recorded and replayed. "compile": torch.compile compiles the encoders; where it cannot, PyTorch says so and runs
-    them as they are. On a GPU acting is recorded, too. "auto": "cudagraphs" on a GPU, else "eager"."""
-    missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
-    devices = {parameter.device.type for parameter in agent.parameters()}
-    if mode == "auto":
-        mode = "cudagraphs" if devices == {"cuda"} else "eager"
-    device, kernels = ("cpu", build) if mode == "eager" else ("cuda", gpu)
-    if mode == "compile":
-        compile_encoders(agent)
-    elif missed and devices == {device} and kernels() is not None:
-        for module in list(agent.modules()):
-            kind, names = type(module), block_convolutions(module)
-            convs, forward = [module.get_submodule(name) for name in names], block_forward
-            if kind is nn.Sequential:
-                convs, forward = [pair[0] for pair in pairwise(module) if is_pair(*pair)], sequential_forward
-            if convs:
-                own = {"forward": forward, "own_forward": kind.forward, "convs": names}
-                module.__class__ = type(kind.__name__, (kind,), own)
-            missed = {conv: name for conv, name in missed.items() if conv not in convs}
-        if missed:
-            print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
-    if mode != "eager" and devices == {"cuda"}:
-        for name in ("get_action_and_value", "get_action"):  # by which agents act
-            if hasattr(agent, name):
-                setattr(agent, name, Recorded(getattr(agent, name), mode))
-        if hasattr(agent, "encode") and mode == "cudagraphs":
-            agent.encode = RecordedEncode(agent.encode)
 
 
 def compile_encoders(agent: nn.Module) -> None:
@@ -70,6 +28,17 @@ def compile_encoders(agent: nn.Module) -> None:
         if name.endswith("encoder") and convolutional and module._compiled_call_impl is None:
             torch._dynamo.config.suppress_errors = True
             module.compile(dynamic=False)
+
+
+def record_calls(agent: nn.Module, mode: str) -> None:
+    """Record the methods by which an agent acts, and with "cudagraphs" the passes of its encoders."""
+    for name in ("get_action_and_value", "get_action"):
+        method = getattr(agent, name, None)
+        if method is not None and not isinstance(method, Recorded):
+            setattr(agent, name, Recorded(method, mode))
+    encode = getattr(agent, "encode", None)
+    if mode == "cudagraphs" and encode is not None and not isinstance(encode, RecordedEncode):
+        agent.encode = RecordedEncode(encode)
 
 
 class Recorded:
@@ -219,68 +188,3 @@ def record(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any = None)
             raise
         reason = f"the agent cannot be recorded as a CUDA graph ({str(error).splitlines()[0]})"
         raise TrainingError(f"{reason}: use --accelerate eager.") from error
-
-
-def sequential_forward(self: nn.Sequential, input: torch.Tensor) -> torch.Tensor:
-    """Run each convolution with max-pooling after it by the kernels, and other layers as they are."""
-    layers = list(self)
-    while layers:
-        if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
-            input = conv_max_pool(input, layers[0].weight, layers[0].bias)
-            del layers[:2]
-        else:
-            input = layers.pop(0)(input)
-    return input
-
-
-def block_forward(self: nn.Module, *inputs, **named) -> torch.Tensor:
-    """Run a residual block by the kernels, or by its own forward where they do not suit."""
-    if len(inputs) == 1 and not named and suits(inputs[0]):
-        convs, width = [self._modules.get(name) for name in self.convs], inputs[0].shape[1]
-        if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
-            return ResidualBlockFunction.apply(*inputs, *(each for conv in convs for each in (conv.weight, conv.bias)))
-    return self.own_forward(*inputs, **named)
-
-
-def residual_block(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The forward that a residual block must have, but for the names of its convolutions."""
-    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-def block_convolutions(block: nn.Module) -> list[str]:
-    """The names of conv0 and conv1 in a block of 16 or 32 channels with the forward of `residual_block`, else none."""
-    forward = type(block).forward
-    code = getattr(forward, "__code__", None)
-    if code is None or code.co_code != residual_block.__code__.co_code:
-        return []
-    second, functional, relu, first = code.co_names  # in the order of the code, as those of residual_block
-    own = relu == "relu" and forward.__globals__.get(functional) is F
-    convs = [block._modules.get(name) for name in (first, second) if not hasattr(type(block), name)]
-    if not own or len(convs) < 2 or not all(map(is_conv, convs)):
-        return []
-    sizes = {size for conv in convs for size in conv.weight.shape[:2]}
-    return [first, second] if sizes in ({16}, {32}) else []
-
-
-def is_conv(module: nn.Module | None) -> bool:
-    return type(module) is nn.Conv2d and known(module)
-
-
-def is_pair(first: nn.Module, second: nn.Module) -> bool:
-    return is_conv(first) and type(second) is nn.MaxPool2d and known(second)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return any(vars(module)[name] for name in HOOKS)
-
-
-def known(module: nn.Module) -> bool:
-    """Whether a module is PyTorch's own and computes what the kernels do: no hooks, other weights or settings."""
-    kind, own = type(module), vars(module)
-    if "forward" in own or has_hooks(module):
-        return False
-    if any(own.get(name) != value for name, value in SETTINGS[kind].items()):
-        return False
-    shapes = [x.shape for x in own["_parameters"].values() if x is not None and x.dtype == torch.float32]
-    size = own.get("out_channels", 0)
-    return kind is not nn.Conv2d or (shapes == [(size, module.in_channels, 3, 3), (size,)] and size % 16 == 0)

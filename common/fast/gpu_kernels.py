@@ -1,4 +1,4 @@
-"""The kernels of `common/kernels.py` for a GPU, in Triton: with 3 to 32 channels, cuDNN's leave most of it idle.
+"""The kernels of `common/fast/kernels.py` for a GPU, in Triton: with 3 to 32 channels, cuDNN's leave most of it idle.
 Frames are [B, C, H, W] in channels-last layout, of n = B H W pixels (n numbers where they are pooled). Products of
 matrices are added up in float32, and always in the same order: results repeat bit for bit."""
 
@@ -127,7 +127,7 @@ def max_pool_backward_kernel(
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, residual: Tensor | None, y: Tensor, relu: bool
 ) -> None:
-    """Fill y, as `common.kernels.convolve` does."""
+    """Fill y, as `common.fast.kernels.convolve` does."""
     weight = weight.permute(2, 3, 1, 0) if bias is not None else weight.flip(2, 3).permute(2, 3, 0, 1)
     weight = x.new_empty(weight.shape).copy_(weight)  # [3, 3, C, OUT]
     n = x.numel() // x.shape[1]

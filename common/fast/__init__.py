@@ -1,0 +1,30 @@
+"""All that is there for speed alone. Deleting this folder and the lines that call `accelerate` changes no result.
+
+modules: modules that take the place of convolutions and residual blocks, and run them by `kernels`
+kernels, kernels.cpp, gpu_kernels: the kernels for a CPU in C++ and for a GPU in Triton
+graphs: torch.compile, and CUDA graphs of acting and of the encoders' passes
+"""
+
+from torch import nn
+
+from common.fast.graphs import compile_encoders, record_calls
+from common.fast.modules import replace_modules
+
+
+def accelerate(agent: nn.Module, mode: str) -> None:
+    """Make an agent faster, in place. Call this once, before any threads; a second call changes nothing.
+    - "eager": on a CPU our kernels run the encoders. A note on stderr names the convolutions that they cannot run.
+    - "cudagraphs": on a GPU they do so in bfloat16. Acting and the encoders' two passes, hundreds of short kernels, are
+      recorded and replayed.
+    - "compile": torch.compile compiles the encoders. Where it cannot, PyTorch says so and runs them as they are. On a
+      GPU acting is recorded, too.
+    - "auto": "cudagraphs" on a GPU, else "eager"."""
+    devices = {parameter.device.type for parameter in agent.parameters()}
+    if mode == "auto":
+        mode = "cudagraphs" if devices == {"cuda"} else "eager"
+    if mode == "compile":
+        compile_encoders(agent)
+    elif devices == {"cpu" if mode == "eager" else "cuda"}:
+        replace_modules(agent)
+    if mode != "eager" and devices == {"cuda"}:
+        record_calls(agent, mode)
