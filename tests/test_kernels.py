@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common.kernels import MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
-from common import kernels
 from common.device import cpu_has
+from common.fast import kernels
+from common.fast.kernels import MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
 build = kernels.build
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
