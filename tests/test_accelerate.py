@@ -174,23 +174,27 @@ def test_input_of_another_dtype_than_autocasts_is_pytorchs(ran):
 # ------------------------------------------------------------------------------------------------ blocks of all sorts
 
 
-def edited(forward, *bases, **parts):
-    """A class of blocks with another forward and more modules."""
+def same(block, x, f, g):
+    return x + g(F.relu(f(F.relu(x))))
 
-    def __init__(self):
-        ResidualBlock.__init__(self)
-        for name, part in parts.items():
-            setattr(self, name, part())
 
-    return type("ResidualBlock", (*bases, ResidualBlock), {"__init__": __init__, "forward": forward})
+def edited(formula, **parts):
+    """A class of blocks with a formula of the block, its input and its convolutions, and with more or other parts."""
+
+    class Edited(ResidualBlock):
+        def __init__(self):
+            super().__init__()
+            for name, part in parts.items():
+                setattr(self, name, part())
+
+        def forward(self, x):
+            return formula(self, x, self.conv0, self.conv1)
+
+    return Edited
 
 
 def conv(*arguments, **options):
-    return lambda: nn.Conv2d(*arguments, **options)
-
-
-def same(self, x):
-    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+    return lambda: nn.Conv2d(*arguments, **{"padding": 1} | options)
 
 
 class Renamed(nn.Module):
@@ -219,7 +223,9 @@ class Scaled(ResidualBlock):
         return x + self.scale * self.conv1(F.relu(self.conv0(F.relu(x))))
 
 
-SUPER = edited(lambda self, x: ResidualBlock.forward(self, x))
+class Derived(ResidualBlock):
+    def forward(self, x):
+        return super().forward(x)
 
 
 def with_zeros(block):
@@ -229,7 +235,7 @@ def with_zeros(block):
 
 
 @pytest.mark.parametrize("prepare", [lambda block: block, with_zeros], ids=["random", "zeros"])
-@pytest.mark.parametrize("block", [ResidualBlock, Renamed, Shared, SUPER, Scaled])
+@pytest.mark.parametrize("block", [ResidualBlock, Renamed, Shared, Derived, Scaled])
 def test_blocks_that_compute_the_same_have_kernels(block, prepare, ran, capsys):
     theirs, ours = made(lambda: prepare(block()))
     check_equal(ours, theirs, images())
@@ -245,33 +251,23 @@ class Standardised(nn.Conv2d):
         return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
 
 
-class Counting(ResidualBlock):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return same(self, x)
-
-
 class Method(ResidualBlock):
     def conv1(self, x):
         return self.conv0(x)
 
 
-def add_in_place(self, x):
-    x += self.conv1(F.relu(self.conv0(F.relu(x))))
+def add_in_place(block, x, f, g):
+    x += g(F.relu(f(F.relu(x))))
     return x
 
 
 def sometimes(draw):
-    """Stochastic depth, which hardly ever shows."""
-    return lambda self, x: x if draw() < 1e-9 else same(self, x)
+    """Stochastic depth that hardly ever shows."""
+    return edited(lambda s, x, f, g: x if draw() < 1e-9 else same(s, x, f, g))
 
 
 def activated(act):
-    return lambda self, x: x + self.conv1(act(self.conv0(act(x))))
+    return edited(lambda s, x, f, g: x + g(act(f(act(x)))))
 
 
 def hooked(register):
@@ -283,46 +279,43 @@ def hooked(register):
     return make
 
 
+def one():
+    return nn.Parameter(torch.ones(()))
+
+
 EDITS = {
-    "BatchNorm": edited(
-        lambda self, x: x + self.conv1(F.relu(self.norm(self.conv0(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)
-    ),
-    "BatchNorm without parameters": edited(
-        lambda self, x: x + self.conv1(F.relu(F.layer_norm(self.conv0(F.relu(x)), (8,))))
-    ),
-    "GELU": edited(activated(F.gelu)),
-    "tanh": edited(activated(torch.tanh)),
-    "nearly ReLU": edited(activated(lambda x: F.leaky_relu(x, 1e-6))),
-    "ReLU with another gradient at 0": edited(activated(lambda x: x.clamp(min=0))),
-    "ReLU without NaN": edited(activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf))),
-    "bounded ReLU": edited(activated(lambda x: F.relu(x).clamp(max=100))),
-    "no pre-activation": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(x)))),
-    "activation at the end": edited(lambda self, x: F.relu(same(self, x))),
-    "gradients stop": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(F.relu(x)).detach()))),
-    "no residual": edited(lambda self, x: self.conv1(F.relu(self.conv0(F.relu(x))))),
-    "conv0 twice": edited(lambda self, x: x + self.conv0(F.relu(self.conv0(F.relu(x)))) + 0 * self.conv1(x)),
-    "method for a module": type("ResidualBlock", (Method,), {"forward": same}),
-    "dropout": edited(lambda self, x: F.dropout(same(self, x), 0.5, self.training)),
-    "another formula in evaluation": edited(lambda self, x: same(self, x) if self.training else x),
-    "stochastic depth": edited(sometimes(lambda: torch.rand(()))),
-    "random": edited(sometimes(random.random)),
-    "NumPy's random": edited(sometimes(np.random.rand)),
+    "BatchNorm": edited(lambda s, x, f, g: x + g(F.relu(s.norm(f(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)),
+    "norm without parameters": edited(lambda s, x, f, g: x + g(F.relu(F.layer_norm(f(F.relu(x)), (8,))))),
+    "GELU": activated(F.gelu),
+    "tanh": activated(torch.tanh),
+    "nearly ReLU": activated(lambda x: F.leaky_relu(x, 1e-6)),
+    "ReLU with another gradient at 0": activated(lambda x: x.clamp(min=0)),
+    "ReLU without NaN": activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf)),
+    "bounded ReLU": activated(lambda x: F.relu(x).clamp(max=100)),
+    "no pre-activation": edited(lambda s, x, f, g: x + g(F.relu(f(x)))),
+    "activation at the end": edited(lambda s, *given: F.relu(same(s, *given))),
+    "gradients stop": edited(lambda s, x, f, g: x + g(F.relu(f(F.relu(x)).detach())) + 0 * f(x)),
+    "no residual": edited(lambda s, x, f, g: g(F.relu(f(F.relu(x))))),
+    "the first twice": edited(lambda s, x, f, g: same(s, x, f, f) + 0 * g(x)),
+    "method for a module": type("Derived", (Method,), {"forward": ResidualBlock.forward}),
+    "dropout": edited(lambda s, *given: F.dropout(same(s, *given), 0.5, s.training)),
+    "another formula in evaluation": edited(lambda s, x, f, g: same(s, x, f, g) if s.training else x),
+    "stochastic depth": sometimes(lambda: torch.rand(())),
+    "random": sometimes(random.random),
+    "NumPy's random": sometimes(np.random.rand),
     "in place": edited(add_in_place),
     "autocast": edited(torch.autocast("cpu", torch.bfloat16)(same)),
-    "no autocast": edited(torch.autocast("cpu", enabled=False)(lambda self, x: same(self, x.float()))),
+    "no autocast": edited(torch.autocast("cpu", enabled=False)(lambda s, x, f, g: same(s, x.float(), f, g))),
     "pooling": edited(same, conv0=lambda: nn.MaxPool2d(3, 1, 1)),
-    "third convolution": edited(same, conv2=conv(16, 16, 3, padding=1)),
-    "parameter": edited(
-        lambda self, x: x + self.gain * self.conv1(F.relu(self.conv0(F.relu(x)))),
-        gain=lambda: nn.Parameter(torch.ones(())),
-    ),
-    "buffer": Counting,
-    "attribute": edited(lambda self, x: x + self.scale * self.conv1(F.relu(self.conv0(F.relu(x)))), scale=lambda: 1),
+    "third convolution": edited(same, conv2=conv(16, 16, 3)),
+    "parameter": edited(lambda s, x, f, g: x + s.gain * g(F.relu(f(F.relu(x)))), gain=one),
+    "buffer": edited(lambda s, *given: same(s, *given) * s.count.add_(1), count=lambda: nn.Buffer(torch.zeros(()))),
+    "attribute": edited(lambda s, x, f, g: x + s.scale * g(F.relu(f(F.relu(x)))), scale=lambda: 1),
     "standardised": edited(same, conv1=lambda: Standardised(16, 16, 3, padding=1)),
-    "grouped": edited(same, conv0=conv(16, 16, 3, padding=1, groups=2)),
-    "without bias": edited(same, conv1=conv(16, 16, 3, padding=1, bias=False)),
-    "circular": edited(same, conv1=conv(16, 16, 3, padding=1, padding_mode="circular")),
-    "32 wide inside": edited(same, conv0=conv(16, 32, 3, padding=1), conv1=conv(32, 16, 3, padding=1)),
+    "grouped": edited(same, conv0=conv(16, 16, 3, groups=2)),
+    "without bias": edited(same, conv1=conv(16, 16, 3, bias=False)),
+    "circular": edited(same, conv1=conv(16, 16, 3, padding_mode="circular")),
+    "32 wide inside": edited(same, conv0=conv(16, 32, 3), conv1=conv(32, 16, 3)),
     "spectral_norm": edited(same, conv0=lambda: spectral_norm(nn.Conv2d(16, 16, 3, padding=1))),
     "spectral norm": edited(same, conv0=lambda: parametrizations.spectral_norm(nn.Conv2d(16, 16, 3, padding=1))),
     "hook": hooked("register_forward_hook"),
@@ -343,8 +336,12 @@ def test_edited_blocks_run_as_written(block, ran, capsys):
 
 
 def test_a_block_of_two_inputs_runs_as_written(ran):
-    _, ours = made(edited(lambda self, x, y: same(self, x + y)))
-    assert torch.equal(ours(images(), images()), same(ours, 2 * images()))
+    class Two(ResidualBlock):
+        def forward(self, x, y):
+            return super().forward(x + y)
+
+    theirs, ours = made(Two)
+    assert torch.equal(ours(images(), images()), theirs(images(), images()))
 
 
 @pytest.mark.parametrize("wrong", ["values", "gradients", "NaN", "dtype"])
@@ -363,7 +360,7 @@ def test_kernels_that_compute_something_else_are_not_used(wrong, ran, monkeypatc
     theirs, ours = made(ResidualBlock)
     check_equal(ours, theirs, images())
     monkeypatch.setattr(modules, "conv_max_pool", spoilt(pair_formula))
-    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL))
+    theirs, ours = made(row(FIRST, POOL))
     check_equal(ours, theirs, images(3))
     assert capsys.readouterr().err.count("note: PyTorch's own kernels run encoder") == 2
 
@@ -387,24 +384,30 @@ class Row(nn.Sequential):
         return super().forward(x) + 1
 
 
-FIRST, POOL = conv(3, 16, 3, padding=1), nn.MaxPool2d(3, 2, 1)
+def row(*layers, kind=nn.Sequential):
+    return lambda: kind(
+        *(layer() if callable(layer) and not isinstance(layer, nn.Module) else layer for layer in layers)
+    )
+
+
+FIRST, POOL = conv(3, 16, 3), nn.MaxPool2d(3, 2, 1)
 ROWS = {
-    "pool 2, padded": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(2, 2, 1)),
-    "pool without padding": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2)),
-    "pool with stride 3": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 3, 1)),
-    "ceil_mode": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
-    "return_indices": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, return_indices=True), Values()),
-    "dilated pool": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, dilation=2)),
-    "AvgPool": lambda: nn.Sequential(FIRST(), nn.AvgPool2d(3, 2, 1)),
-    "a class of pools": lambda: nn.Sequential(FIRST(), Other(3, 2, 1)),
-    "a layer between": lambda: nn.Sequential(FIRST(), nn.ReLU(), POOL),
-    "no pool": lambda: nn.Sequential(FIRST()),
-    "a class of rows": lambda: Row(FIRST(), POOL),
-    "standardised": lambda: nn.Sequential(Standardised(3, 16, 3, padding=1), POOL),
-    "stride 2": lambda: nn.Sequential(conv(3, 16, 3, stride=2, padding=1)(), POOL),
-    "dilated": lambda: nn.Sequential(conv(3, 16, 3, padding=1, dilation=2)(), POOL),
-    "without padding": lambda: nn.Sequential(conv(3, 16, 3)(), POOL),
-    "24 channels": lambda: nn.Sequential(conv(3, 24, 3, padding=1)(), POOL),
+    "pool 2, padded": row(FIRST, nn.MaxPool2d(2, 2, 1)),
+    "pool without padding": row(FIRST, nn.MaxPool2d(3, 2)),
+    "pool with stride 3": row(FIRST, nn.MaxPool2d(3, 3, 1)),
+    "ceil_mode": row(FIRST, nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+    "return_indices": row(FIRST, nn.MaxPool2d(3, 2, 1, return_indices=True), Values()),
+    "dilated pool": row(FIRST, nn.MaxPool2d(3, 2, 1, dilation=2)),
+    "AvgPool": row(FIRST, nn.AvgPool2d(3, 2, 1)),
+    "a class of pools": row(FIRST, Other(3, 2, 1)),
+    "a layer between": row(FIRST, nn.ReLU(), POOL),
+    "no pool": row(FIRST),
+    "a class of rows": row(FIRST, POOL, kind=Row),
+    "standardised": row(Standardised(3, 16, 3, padding=1), POOL),
+    "stride 2": row(conv(3, 16, 3, stride=2), POOL),
+    "dilated": row(conv(3, 16, 3, dilation=2), POOL),
+    "without padding": row(conv(3, 16, 3, padding=0), POOL),
+    "24 channels": row(conv(3, 24, 3), POOL),
 }
 
 
@@ -417,7 +420,7 @@ def test_edited_poolings_run_as_written(row, ran, capsys):
 
 
 def test_a_row_that_ends_in_a_convolution(ran, capsys):
-    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL, conv(16, 16, 3, padding=1)()))
+    theirs, ours = made(row(FIRST, POOL, conv(16, 16, 3)))
     check_equal(ours, theirs, images(3, 9))
     assert kinds(ran) == ["pair"]
     assert "run encoder.2:" in capsys.readouterr().err
@@ -440,8 +443,7 @@ def test_a_module_in_two_places(ran):
 # ----------------------------------------------------------------------------------------- what comes after accelerate
 
 
-def network():
-    return nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1), ResidualBlock(), ResidualBlock())
+network = row(FIRST, POOL, ResidualBlock, ResidualBlock)
 
 
 @pytest.mark.parametrize(
@@ -493,11 +495,15 @@ CHANGES = {
     "spectral_norm": lambda block: spectral_norm(block.conv0),
     "spectral norm": lambda block: parametrizations.spectral_norm(block.conv1),
     "weight norm": lambda block: parametrizations.weight_norm(block.conv1),
+    "weight norm and back": lambda block: [  # the weight comes after the bias then
+        parametrizations.weight_norm(block.conv0),
+        parametrize.remove_parametrizations(block.conv0, "weight"),
+    ],
     "another forward": lambda block: setattr(block.conv1, "forward", lambda x: 2 * nn.Conv2d.forward(block.conv1, x)),
     "a block's forward": lambda block: setattr(block, "forward", lambda x: 2 * x + 0 * block.conv0(block.conv1(x))),
     "an attribute": lambda block: setattr(block, "scale", 0.5),
-    "another convolution": lambda block: setattr(block, "conv1", conv(16, 16, 1)()),
-    "more in its place": lambda block: setattr(block, "conv1", nn.Sequential(conv(16, 16, 1)(), nn.ReLU())),
+    "another convolution": lambda block: setattr(block, "conv1", conv(16, 16, 1, padding=0)()),
+    "more in its place": lambda block: setattr(block, "conv1", nn.Sequential(conv(16, 16, 1, padding=0)(), nn.ReLU())),
     "float64": lambda block: block.to(torch.float64),
     "no bias": lambda block: setattr(block.conv0, "bias", None),
     "1x1 and 5x5": lambda block: [
@@ -518,7 +524,7 @@ def test_changes_after_accelerate_count(change, ran):
 
 
 def test_weights_that_became_bfloat16(ran):
-    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL))
+    theirs, ours = made(row(FIRST, POOL))
     x = images(3, 9).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours.bfloat16()(x), theirs.bfloat16()(x))
@@ -529,20 +535,12 @@ def test_what_pytorch_refuses_is_refused(ran):
     _, ours = made(ResidualBlock)
     with pytest.raises(TypeError, match="unexpected keyword"):
         ours(images(), scale=2)
-    ours.conv1 = conv(16, 32, 3, padding=1)()
+    ours.conv1 = conv(16, 32, 3)()
     with pytest.raises(RuntimeError, match="must match"):
         ours(images())
     with pytest.raises(AttributeError, match="no attribute 'width'"):
         ours.width()
     assert not ran
-
-
-def test_parametrised_and_back(ran):
-    theirs, ours = made(ResidualBlock)
-    for block in (theirs, ours):
-        parametrizations.weight_norm(block.conv0)
-        parametrize.remove_parametrizations(block.conv0, "weight")  # which comes after the bias now
-    check_equal(ours, theirs, images())
 
 
 def pickled(agent):
@@ -608,7 +606,7 @@ def test_what_pytorch_traces_compiles_or_transforms_holds_pytorchs_operations(ra
 
 
 def test_the_note_names_what_has_no_kernel(ran, capsys):
-    accelerate(Agent(conv(3, 24, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(48), ResidualBlock()), "eager")
+    accelerate(Agent(conv(3, 24, 3)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(48), ResidualBlock()), "eager")
     names = "encoder.0, encoder.2.conv0, encoder.2.conv1"
     assert capsys.readouterr().err == f"note: PyTorch's own kernels run {names}: ours cannot\n"
 
