@@ -236,8 +236,8 @@ class Agent(nn.Module):
         return torch.zeros(2, num_envs, size, device=self.value_head.weight.device)
 
     def step(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One step of N environments: obs [N, ...], state [2, N, H], zero where an episode starts. Returns parameters of
-        the action distributions, float32 [N, P], values, float32 [N], and the next state."""
+        """One step of N environments: obs [N, ...], state [2, N, H], which is zero where an episode starts. Returns
+        parameters of the action distributions, float32 [N, P], values, float32 [N], and the next state."""
         features = self.encode(self.encoder, obs)
         if self.lstm is not None:
             state = torch.stack(self.lstm(features, tuple(state)))

@@ -1,9 +1,13 @@
 """Small tasks with known answers, made available to `gymnasium.make`, and a small network for frames."""
 
 import os
+import tempfile
 
 # The tests' networks are too small to share: on a busy machine two threads wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # one cache folder for all, and not the user's
+    CACHE = tempfile.TemporaryDirectory(prefix="cache")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 import gymnasium as gym
 import numpy as np

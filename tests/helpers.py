@@ -12,9 +12,9 @@ import torch
 import impala
 import ppg
 import ppo
+from common.checkpoint import load_agent
 from common.envs import finished_episodes, make_envs
 from common.evaluation import HeldOut
-from common.checkpoint import load_agent
 
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

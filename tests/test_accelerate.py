@@ -1,4 +1,4 @@
-"""The kernels take the place of just what they compute: networks as written against themselves, accelerated."""
+"""Modules of kernels take the place of just what they compute: networks as written against themselves, accelerated."""
 
 import copy
 import gc
@@ -8,17 +8,19 @@ import types
 import weakref
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
 import ppo
-from common import accelerate as module
-from common import kernels
-from common.accelerate import Playback, Recorded, RecordedEncode, accelerate, with_aliases
-from common.errors import TrainingError
+from common import TrainingError, fast
+from common.fast import accelerate, graphs, kernels, modules
+from common.fast.graphs import Playback, Recorded, RecordedEncode, record_calls, with_aliases
+from test_learning import CASES, SMALL, learn
 
 
 class ResidualBlock(ppo.ResidualBlock):
@@ -42,12 +44,18 @@ class Agent(nn.Module):
         return encoder(obs)
 
 
-def made(make, *arguments, mode="auto"):
-    """What `make` makes as it is and accelerated, with the same weights."""
+def made(make, *arguments):
+    """What `make` makes as it is and accelerated, with the same weights. Random numbers go on as if nothing had been
+    accelerated."""
     torch.manual_seed(0)
     plain = make(*arguments)
     agent = Agent(copy.deepcopy(plain))
-    accelerate(agent, mode)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    accelerate(agent, "auto")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[2]) == before[1:]
+    assert agent.encoder.state_dict().keys() == plain.state_dict().keys()
+    assert all(map(torch.equal, agent.encoder.state_dict().values(), plain.state_dict().values()))
     return plain, agent.encoder
 
 
@@ -58,7 +66,7 @@ def images(channels=16, size=8):
 
 def results(network, x):
     """Outputs and all gradients, and what became of the input, which an operation in place changes."""
-    random.seed(0)
+    random.seed(0), torch.manual_seed(0), np.random.seed(0)
     x = x.clone().requires_grad_()
     held = x.clone()
     y = network(held)
@@ -67,31 +75,40 @@ def results(network, x):
     return [y, held, x.grad, *(p.grad for p in network.parameters() if p.grad is not None)]
 
 
-def check_equal(ours, theirs, x, close=False):
+def check_equal(ours, theirs, x):
     for mine, other in zip(results(ours, x), results(theirs, x), strict=True):
         assert mine.dtype == other.dtype
-        torch.testing.assert_close(mine, other, **({} if close else {"rtol": 0, "atol": 0}))
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+def block_formula(x, *filters):
+    h = F.conv2d(F.relu(x), *filters[:2], padding=1)
+    return x + F.conv2d(F.relu(h), *filters[2:], padding=1)
+
+
+def pair_formula(x, weight, bias):
+    return F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The kernels that have run, as if there were one for all: in their place PyTorch computes what they stand for."""
-    names = []
+    """The kernels that have run but for trials, as if there were one for all: in their place PyTorch computes."""
+    names, replace = [], fast.replace_modules
 
     def block(x, *filters):
         names.append(("block", *map(id, filters)))
-        h = F.conv2d(F.relu(x), *filters[:2], padding=1)
-        return x + F.conv2d(F.relu(h), *filters[2:], padding=1)
+        return block_formula(x, *filters)
 
-    def conv_max_pool(x, weight, bias):
-        names.append(("pair", id(weight), id(bias)))
-        return F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)
+    def conv_max_pool(x, *filters):
+        names.append(("pair", *map(id, filters)))
+        return pair_formula(x, *filters)
 
-    monkeypatch.setattr(module, "ResidualBlockFunction", type("Stand", (), {"apply": staticmethod(block)}))
-    monkeypatch.setattr(module, "conv_max_pool", conv_max_pool)
-    monkeypatch.setattr(module, "convolves", lambda x, weight: x.dtype == torch.float32)
+    monkeypatch.setattr(fast, "replace_modules", lambda agent: [replace(agent), names.clear()])
+    monkeypatch.setattr(modules, "ResidualBlockFunction", type("Stand", (), {"apply": staticmethod(block)}))
+    monkeypatch.setattr(modules, "conv_max_pool", conv_max_pool)
+    monkeypatch.setattr(modules, "convolves", lambda x, weight: x.dtype == torch.float32)
     monkeypatch.setattr(kernels, "build", lambda: True)
-    monkeypatch.setattr(module, "build", lambda: True)
+    monkeypatch.setattr(modules, "build", lambda: True)
     return names
 
 
@@ -107,10 +124,9 @@ def kinds(ran):
 def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkeypatch, capsys):
     """A layout or dtype that keeps it from them would cost speed unseen."""
     names, call = [], kernels.call
-    monkeypatch.setattr(kernels, "call", lambda name, *a: names.append(name.split("_torch")[0]) or call(name, *a))
     monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "avx2")  # no AMX, for one
     theirs, ours = made(impala_cnn)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    monkeypatch.setattr(kernels, "call", lambda name, *a: names.append(name.split("_torch")[0]) or call(name, *a))
     frames, found = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8), []
     for network, bf16 in ((copy.deepcopy(theirs), False), (theirs, precision == "bf16"), (ours, precision == "bf16")):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=False):
@@ -128,6 +144,22 @@ def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkey
     assert not capsys.readouterr().err
 
 
+@CASES
+def test_layout_and_kernels_change_nothing(script, settings, monkeypatch):
+    """Channels-last frames with our kernels against contiguous ones with PyTorch's, in float32."""
+    prepared = {"prepare": lambda agent: accelerate(agent, "eager")}
+    ours, our_metrics = learn(script, SMALL, torch.float32, 1e-4, **prepared, **settings)
+    monkeypatch.setattr(
+        script.ImpalaCNN,
+        "forward",
+        lambda self, frames: self.layers((frames.permute(0, 3, 1, 2).float() / 255).contiguous()),
+    )
+    plain, plain_metrics = learn(script, SMALL, torch.float32, 1e-4, **settings)
+    assert not torch.equal(ours, plain)
+    assert (ours - plain).norm() < 1e-3 * plain.norm()
+    assert our_metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
+
+
 def test_input_of_another_dtype_than_autocasts_is_pytorchs(ran):
     theirs, ours = made(nn.Sequential, *impala_cnn().layers[:3])
     with torch.autocast("cpu", torch.bfloat16):
@@ -141,15 +173,40 @@ def test_input_of_another_dtype_than_autocasts_is_pytorchs(ran):
 # ------------------------------------------------------------------------------------------------ blocks of all sorts
 
 
+def same(block, x, f, g):
+    return x + g(F.relu(f(F.relu(x))))
+
+
+def edited(formula, **parts):
+    """A class of blocks with a formula of the block, its input and its convolutions, and with more or other parts."""
+
+    class Edited(ResidualBlock):
+        def __init__(self):
+            super().__init__()
+            for name, part in parts.items():
+                setattr(self, name, part())
+
+        def forward(self, x):
+            return formula(self, x, self.conv0, self.conv1)
+
+    return Edited
+
+
+def conv(*arguments, **options):
+    return lambda: nn.Conv2d(*arguments, **{"padding": 1} | options)
+
+
 class Renamed(nn.Module):
     def __init__(self):
         super().__init__()
         self.last, self.first = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.unused = nn.GELU()
 
     def forward(self, frames):
-        """With another text."""
-        return frames + self.last(F.relu(self.first(F.relu(frames))))
+        hidden = self.first(frames.clone().relu_()).relu()
+        return self.last(hidden).add_(frames)
+
+    def width(self):
+        return len(self.first.weight)
 
 
 class Shared(ResidualBlock):
@@ -158,26 +215,34 @@ class Shared(ResidualBlock):
         self.conv1 = self.conv0
 
 
-@pytest.mark.parametrize("block", [ResidualBlock, Renamed, Shared])
-def test_blocks_that_compute_the_same_have_kernels(block, ran, capsys):
-    theirs, ours = made(block)
+class Scaled(ResidualBlock):
+    scale = 1.0
+
+    def forward(self, x):
+        return x + self.scale * self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+class Derived(ResidualBlock):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def with_zeros(block):
+    for parameter in block.parameters():
+        nn.init.zeros_(parameter)
+    return block
+
+
+@pytest.mark.parametrize("prepare", [lambda block: block, with_zeros], ids=["random", "zeros"])
+@pytest.mark.parametrize("block", [ResidualBlock, Renamed, Shared, Derived, Scaled])
+def test_blocks_that_compute_the_same_have_kernels(block, prepare, ran, capsys):
+    theirs, ours = made(lambda: prepare(block()))
     check_equal(ours, theirs, images())
     assert kinds(ran) == ["block"]
-    assert isinstance(ours, block)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert not capsys.readouterr().err
-    assert torch.equal(ours(**{"frames" if block is Renamed else "x": images()}), ours(images()))
-
-
-def edited(forward, **parts):
-    """A class of blocks with another forward and more modules."""
-
-    def __init__(self):
-        ResidualBlock.__init__(self)
-        for name, part in parts.items():
-            setattr(self, name, part())
-
-    return type("ResidualBlock", (ResidualBlock,), {"__init__": __init__, "forward": forward})
+    if block is Renamed:
+        assert torch.equal(ours(frames=images()), ours(images()))
+        assert ours.width() == 16
 
 
 class Standardised(nn.Conv2d):
@@ -185,57 +250,76 @@ class Standardised(nn.Conv2d):
         return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
 
 
-def same(self, x):
-    return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-def add_in_place(self, x):
-    x += self.conv1(F.relu(self.conv0(F.relu(x))))
-    return x
-
-
-def relu(x):
-    return F.relu(x) if random.random() > -1 else x
-
-
-def with_globals(forward, **names):
-    return types.FunctionType(forward.__code__, names)
-
-
 class Method(ResidualBlock):
     def conv1(self, x):
         return self.conv0(x)
 
 
-def conv(*arguments, **options):
-    return lambda: nn.Conv2d(*arguments, **options)
+def add_in_place(block, x, f, g):
+    x += g(F.relu(f(F.relu(x))))
+    return x
+
+
+def sometimes(draw):
+    """Stochastic depth that hardly ever shows."""
+    return edited(lambda s, x, f, g: x if draw() < 1e-9 else same(s, x, f, g))
+
+
+def activated(act):
+    return edited(lambda s, x, f, g: x + g(act(f(act(x)))))
+
+
+def hooked(register):
+    def make():
+        block = ResidualBlock()
+        getattr(block, register)(lambda *arguments: None)
+        return block
+
+    return make
+
+
+def one():
+    return nn.Parameter(torch.ones(()))
 
 
 EDITS = {
-    "BatchNorm": edited(
-        lambda self, x: x + self.conv1(F.relu(self.norm(self.conv0(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)
-    ),
-    "other functions named relu": edited(with_globals(same, F=types.SimpleNamespace(relu=relu))),
-    "function for a module": edited(
-        lambda self, x: x + self.act(F.relu(self.conv0(F.relu(x)))), act=lambda: torch.tanh
-    ),
-    "pooling": edited(lambda self, x: x + self.conv1(F.relu(self.act(F.relu(x)))), act=lambda: nn.MaxPool2d(3, 1, 1)),
-    "method for a module": type("ResidualBlock", (Method,), {"forward": same}),
-    "GELU": edited(lambda self, x: x + self.conv1(F.gelu(self.conv0(F.gelu(x))))),
-    "no pre-activation": edited(lambda self, x: x + self.conv1(F.relu(self.conv0(x)))),
+    "BatchNorm": edited(lambda s, x, f, g: x + g(F.relu(s.norm(f(F.relu(x))))), norm=lambda: nn.BatchNorm2d(16)),
+    "norm without parameters": edited(lambda s, x, f, g: x + g(F.relu(F.layer_norm(f(F.relu(x)), (8,))))),
+    "GELU": activated(F.gelu),
+    "tanh": activated(torch.tanh),
+    "nearly ReLU": activated(lambda x: F.leaky_relu(x, 1e-6)),
+    "ReLU with another gradient at 0": activated(lambda x: x.clamp(min=0)),
+    "ReLU without NaN": activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf)),
+    "bounded ReLU": activated(lambda x: F.relu(x).clamp(max=100)),
+    "no pre-activation": edited(lambda s, x, f, g: x + g(F.relu(f(x)))),
+    "activation at the end": edited(lambda s, *given: F.relu(same(s, *given))),
+    "gradients stop": edited(lambda s, x, f, g: x + g(F.relu(f(F.relu(x)).detach())) + 0 * f(x)),
+    "no residual": edited(lambda s, x, f, g: g(F.relu(f(F.relu(x))))),
+    "the first twice": edited(lambda s, x, f, g: same(s, x, f, f) + 0 * g(x)),
+    "method for a module": type("Derived", (Method,), {"forward": ResidualBlock.forward}),
+    "dropout": edited(lambda s, *given: F.dropout(same(s, *given), 0.5, s.training)),
+    "another formula in evaluation": edited(lambda s, x, f, g: same(s, x, f, g) if s.training else x),
+    "stochastic depth": sometimes(lambda: torch.rand(())),
+    "random": sometimes(random.random),
+    "NumPy's random": sometimes(np.random.rand),
     "in place": edited(add_in_place),
-    "decorated": edited(torch.autocast("cpu", torch.bfloat16)(same)),
-    "calls its superclass": type(
-        "Derived", (ResidualBlock,), {"forward": lambda self, x: ResidualBlock.forward(self, x)}
-    ),
+    "autocast": edited(torch.autocast("cpu", torch.bfloat16)(same)),
+    "no autocast": edited(torch.autocast("cpu", enabled=False)(lambda s, x, f, g: same(s, x.float(), f, g))),
+    "pooling": edited(same, conv0=lambda: nn.MaxPool2d(3, 1, 1)),
+    "third convolution": edited(same, conv2=conv(16, 16, 3)),
+    "parameter": edited(lambda s, x, f, g: x + s.gain * g(F.relu(f(F.relu(x)))), gain=one),
+    "buffer": edited(lambda s, *given: same(s, *given) * s.count.add_(1), count=lambda: nn.Buffer(torch.zeros(()))),
+    "attribute": edited(lambda s, x, f, g: x + s.scale * g(F.relu(f(F.relu(x)))), scale=lambda: 1),
     "standardised": edited(same, conv1=lambda: Standardised(16, 16, 3, padding=1)),
-    "grouped": edited(same, conv0=conv(16, 16, 3, padding=1, groups=2)),
-    "without bias": edited(same, conv1=conv(16, 16, 3, padding=1, bias=False)),
-    "circular": edited(same, conv1=conv(16, 16, 3, padding=1, padding_mode="circular")),
-    "24 wide inside": edited(same, conv0=conv(16, 24, 3, padding=1), conv1=conv(24, 16, 3, padding=1)),
-    "32 wide inside": edited(same, conv0=conv(16, 32, 3, padding=1), conv1=conv(32, 16, 3, padding=1)),
+    "grouped": edited(same, conv0=conv(16, 16, 3, groups=2)),
+    "without bias": edited(same, conv1=conv(16, 16, 3, bias=False)),
+    "circular": edited(same, conv1=conv(16, 16, 3, padding_mode="circular")),
+    "32 wide inside": edited(same, conv0=conv(16, 32, 3), conv1=conv(32, 16, 3)),
     "spectral_norm": edited(same, conv0=lambda: spectral_norm(nn.Conv2d(16, 16, 3, padding=1))),
     "spectral norm": edited(same, conv0=lambda: parametrizations.spectral_norm(nn.Conv2d(16, 16, 3, padding=1))),
+    "hook": hooked("register_forward_hook"),
+    "hook before": hooked("register_forward_pre_hook"),
+    "hook in backward passes": hooked("register_full_backward_hook"),
 }
 
 
@@ -243,11 +327,41 @@ EDITS = {
 def test_edited_blocks_run_as_written(block, ran, capsys):
     theirs, ours = made(block)
     check_equal(ours, theirs, images())
+    check_equal(ours.eval(), theirs.eval(), images())
     assert not ran
-    assert type(ours) is block
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "encoder.conv0, encoder.conv1" in err
+    assert type(ours) is type(theirs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: PyTorch's own kernels run encoder.")
+
+
+def test_a_block_of_two_inputs_runs_as_written(ran):
+    class Two(ResidualBlock):
+        def forward(self, x, y):
+            return super().forward(x + y)
+
+    theirs, ours = made(Two)
+    assert torch.equal(ours(images(), images()), theirs(images(), images()))
+
+
+@pytest.mark.parametrize("wrong", ["values", "gradients", "NaN", "dtype"])
+def test_kernels_that_compute_something_else_are_not_used(wrong, ran, monkeypatch, capsys):
+    """Compiled wrongly for this processor, say."""
+
+    def spoilt(formula):
+        def call(x, *filters):
+            y = formula(x, *filters)
+            spoil = {"values": lambda: 1.01 * y, "gradients": lambda: 1.01 * y - 0.01 * y.detach()}
+            return (spoil | {"NaN": y.nan_to_num, "dtype": y.double})[wrong]()
+
+        return call
+
+    monkeypatch.setattr(modules.ResidualBlockFunction, "apply", staticmethod(spoilt(block_formula)))
+    theirs, ours = made(ResidualBlock)
+    check_equal(ours, theirs, images())
+    monkeypatch.setattr(modules, "conv_max_pool", spoilt(pair_formula))
+    theirs, ours = made(row(FIRST, POOL))
+    check_equal(ours, theirs, images(3))
+    assert capsys.readouterr().err.count("note: PyTorch's own kernels run encoder") == 2
 
 
 # ------------------------------------------------------------------------------------------------ poolings of all sorts
@@ -269,23 +383,30 @@ class Row(nn.Sequential):
         return super().forward(x) + 1
 
 
-FIRST, POOL = conv(3, 16, 3, padding=1), nn.MaxPool2d(3, 2, 1)
+def row(*layers, kind=nn.Sequential):
+    return lambda: kind(
+        *(layer() if callable(layer) and not isinstance(layer, nn.Module) else layer for layer in layers)
+    )
+
+
+FIRST, POOL = conv(3, 16, 3), nn.MaxPool2d(3, 2, 1)
 ROWS = {
-    "pool 2, padded": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(2, 2, 1)),
-    "pool without padding": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2)),
-    "pool with stride 3": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 3, 1)),
-    "ceil_mode": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
-    "return_indices": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, return_indices=True), Values()),
-    "dilated pool": lambda: nn.Sequential(FIRST(), nn.MaxPool2d(3, 2, 1, dilation=2)),
-    "AvgPool": lambda: nn.Sequential(FIRST(), nn.AvgPool2d(3, 2, 1)),
-    "a class of pools": lambda: nn.Sequential(FIRST(), Other(3, 2, 1)),
-    "a layer between": lambda: nn.Sequential(FIRST(), nn.ReLU(), POOL),
-    "no pool": lambda: nn.Sequential(FIRST()),
-    "a class of rows": lambda: Row(FIRST(), POOL),
-    "standardised": lambda: nn.Sequential(Standardised(3, 16, 3, padding=1), POOL),
-    "stride 2": lambda: nn.Sequential(conv(3, 16, 3, stride=2, padding=1)(), POOL),
-    "dilated": lambda: nn.Sequential(conv(3, 16, 3, padding=1, dilation=2)(), POOL),
-    "without padding": lambda: nn.Sequential(conv(3, 16, 3)(), POOL),
+    "pool 2, padded": row(FIRST, nn.MaxPool2d(2, 2, 1)),
+    "pool without padding": row(FIRST, nn.MaxPool2d(3, 2)),
+    "pool with stride 3": row(FIRST, nn.MaxPool2d(3, 3, 1)),
+    "ceil_mode": row(FIRST, nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+    "return_indices": row(FIRST, nn.MaxPool2d(3, 2, 1, return_indices=True), Values()),
+    "dilated pool": row(FIRST, nn.MaxPool2d(3, 2, 1, dilation=2)),
+    "AvgPool": row(FIRST, nn.AvgPool2d(3, 2, 1)),
+    "a class of pools": row(FIRST, Other(3, 2, 1)),
+    "a layer between": row(FIRST, nn.ReLU(), POOL),
+    "no pool": row(FIRST),
+    "a class of rows": row(FIRST, POOL, kind=Row),
+    "standardised": row(Standardised(3, 16, 3, padding=1), POOL),
+    "stride 2": row(conv(3, 16, 3, stride=2), POOL),
+    "dilated": row(conv(3, 16, 3, dilation=2), POOL),
+    "without padding": row(conv(3, 16, 3, padding=0), POOL),
+    "24 channels": row(conv(3, 24, 3), POOL),
 }
 
 
@@ -298,17 +419,30 @@ def test_edited_poolings_run_as_written(row, ran, capsys):
 
 
 def test_a_row_that_ends_in_a_convolution(ran, capsys):
-    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL, conv(16, 16, 3, padding=1)()))
+    theirs, ours = made(row(FIRST, POOL, conv(16, 16, 3)))
     check_equal(ours, theirs, images(3, 9))
     assert kinds(ran) == ["pair"]
     assert "run encoder.2:" in capsys.readouterr().err
+    for part in (0, slice(1), slice(1, 3)):  # as a script may use it
+        x = images(16 if part == slice(1, 3) else 3, 9)
+        assert torch.equal(ours[part](x), theirs[part](x))
+
+
+def test_a_module_in_two_places(ran):
+    def make():
+        block = ResidualBlock()
+        return nn.Sequential(block, nn.Sequential(nn.Tanh(), block))
+
+    theirs, ours = made(make)
+    check_equal(ours, theirs, images())
+    assert kinds(ran) == ["block", "block"]
+    assert ours[0] is ours[1][1]
 
 
 # ----------------------------------------------------------------------------------------- what comes after accelerate
 
 
-def network():
-    return nn.Sequential(conv(3, 16, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(), ResidualBlock())
+network = row(FIRST, POOL, ResidualBlock, ResidualBlock)
 
 
 @pytest.mark.parametrize(
@@ -324,12 +458,12 @@ def test_hooks_fire(place, left, register, ran):
     handle = getattr(plain.get_submodule(place), f"register_{register}")(lambda *_: calls.append("before"))
     agent = Agent(plain)
     accelerate(agent, "eager")
-    results(plain, images(3, 16))
+    results(agent.encoder, images(3, 16))
     assert calls == ["before"]
     assert kinds(ran) == left.split()
     handle.remove()
-    ran.clear(), calls.clear()
     theirs, ours = made(network)
+    calls.clear()
     handle = getattr(ours.get_submodule(place), f"register_{register}")(lambda *_: calls.append("after"))
     check_equal(ours, theirs, images(3, 16))
     assert calls == ["after"]
@@ -340,22 +474,19 @@ def test_hooks_fire(place, left, register, ran):
     assert kinds(ran) == ["pair", "block", "block"]
 
 
-def test_hooks_for_all_modules_fire(ran):
-    _, ours = made(network)
-    names = []
-    with torch.nn.modules.module.register_module_forward_hook(lambda layer, *_: names.append(type(layer))):
-        ours(images(3, 16))
-    assert names.count(nn.Conv2d) == 5
-    assert not ran
-
-
-def test_a_hook_on_a_block_or_a_row_fires_beside_the_kernels(ran):
+def test_hooks_for_all_modules_and_beside_the_kernels_fire(ran):
     _, ours = made(network)
     calls = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda layer, *_: calls.append(type(layer))):
+        ours(images(3, 16))
+    assert calls.count(nn.Conv2d) == 5
+    assert not ran
+    calls.clear()
     ours.register_forward_hook(lambda *_: calls.append("row"))
     ours[2].register_forward_hook(lambda *_: calls.append("block"))
     ours(images(3, 16))
-    assert calls == ["block", "row"]
+    ours(images(3, 18).contiguous())  # which runs as it is written
+    assert calls == ["block", "row"] * 2
     assert kinds(ran) == ["pair", "block", "block"]
 
 
@@ -363,9 +494,15 @@ CHANGES = {
     "spectral_norm": lambda block: spectral_norm(block.conv0),
     "spectral norm": lambda block: parametrizations.spectral_norm(block.conv1),
     "weight norm": lambda block: parametrizations.weight_norm(block.conv1),
+    "weight norm and back": lambda block: [  # the weight comes after the bias then
+        parametrizations.weight_norm(block.conv0),
+        parametrize.remove_parametrizations(block.conv0, "weight"),
+    ],
     "another forward": lambda block: setattr(block.conv1, "forward", lambda x: 2 * nn.Conv2d.forward(block.conv1, x)),
-    "another convolution": lambda block: setattr(block, "conv1", conv(16, 16, 1)()),
-    "more in its place": lambda block: setattr(block, "conv1", nn.Sequential(conv(16, 16, 1)(), nn.ReLU())),
+    "a block's forward": lambda block: setattr(block, "forward", lambda x: 2 * x + 0 * block.conv0(block.conv1(x))),
+    "an attribute": lambda block: setattr(block, "scale", 0.5),
+    "another convolution": lambda block: setattr(block, "conv1", conv(16, 16, 1, padding=0)()),
+    "more in its place": lambda block: setattr(block, "conv1", nn.Sequential(conv(16, 16, 1, padding=0)(), nn.ReLU())),
     "float64": lambda block: block.to(torch.float64),
     "no bias": lambda block: setattr(block.conv0, "bias", None),
     "1x1 and 5x5": lambda block: [
@@ -377,7 +514,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_changes_after_accelerate_count(change, ran):
-    theirs, ours = made(ResidualBlock)
+    theirs, ours = made(Scaled)
     for block in (theirs, ours):
         torch.manual_seed(3)
         change(block)
@@ -386,7 +523,7 @@ def test_changes_after_accelerate_count(change, ran):
 
 
 def test_weights_that_became_bfloat16(ran):
-    theirs, ours = made(lambda: nn.Sequential(FIRST(), POOL))
+    theirs, ours = made(row(FIRST, POOL))
     x = images(3, 9).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours.bfloat16()(x), theirs.bfloat16()(x))
@@ -397,23 +534,30 @@ def test_what_pytorch_refuses_is_refused(ran):
     _, ours = made(ResidualBlock)
     with pytest.raises(TypeError, match="unexpected keyword"):
         ours(images(), scale=2)
-    ours.conv1 = conv(16, 32, 3, padding=1)()
+    ours.conv1 = conv(16, 32, 3)()
     with pytest.raises(RuntimeError, match="must match"):
         ours(images())
+    with pytest.raises(AttributeError, match="no attribute 'width'"):
+        ours.width()
     assert not ran
 
 
-def test_parametrised_and_back(ran):
-    theirs, ours = made(ResidualBlock)
-    for block in (theirs, ours):
-        parametrizations.weight_norm(block.conv0)
-        parametrize.remove_parametrizations(block.conv0, "weight")  # which comes after the bias now
-    check_equal(ours, theirs, images())
+def pickled(agent):
+    buffer = io.BytesIO()
+    torch.save(agent, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
 
 
-def test_copies_have_their_own_weights_and_kernels(ran):
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies_have_their_own_weights_and_kernels(copied, ran, capsys):
+    """Also of those that are accelerated again, which changes nothing."""
     theirs, ours = made(network)
-    other = copy.deepcopy(ours)
+    agent = copied(Agent(ours))
+    accelerate(agent, "eager")
+    other = agent.encoder
+    assert [type(layer) for layer in other.modules()] == [type(layer) for layer in ours.modules()]
+    assert not capsys.readouterr().err
     with torch.no_grad():
         for parameter in other.parameters():
             parameter += 1e-2
@@ -428,9 +572,14 @@ def test_copies_have_their_own_weights_and_kernels(ran):
     assert {name for _, *filters in ran for name in filters}.isdisjoint(owners)
     ours.load_state_dict(state)  # and into accelerated ones
     check_equal(ours, theirs, images(3, 16))
+    ran.clear()
+    check_equal(other, theirs, images(3, 16).contiguous())  # which runs as it is written
+    check_equal(other.eval().double(), theirs.double(), images(3, 16).double())
+    assert not ran
+    assert not any(layer.training or layer.written.training for layer in other[2:])
 
 
-def test_traces_and_compiled_networks_hold_pytorchs_operations(ran):
+def test_what_pytorch_traces_compiles_or_transforms_holds_pytorchs_operations(ran):
     theirs, ours = made(network)
     x = images(3, 16)
     expected = theirs(x)
@@ -439,7 +588,16 @@ def test_traces_and_compiled_networks_hold_pytorchs_operations(ran):
     buffer.seek(0)
     assert torch.equal(torch.jit.load(buffer)(x), expected)
     assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(ours))(x), expected)
-    assert torch.equal(torch.compile(ours, backend="eager", fullgraph=True)(x), expected)
+    assert torch.equal(torch.compile(ours, backend="aot_eager", fullgraph=True)(x), expected)
+    assert torch.equal(make_fx(ours)(x)(x), expected)
+    for strict in (False, True):
+        program = torch.export.export(ours, (x,), strict=strict)
+        assert torch.equal(program.module()(x), expected)
+        assert program.state_dict.keys() == theirs.state_dict().keys()
+    gradients = torch.func.grad(lambda each: torch.func.functional_call(ours, each, x).sum())
+    expected.sum().backward()
+    for name, found in gradients(dict(ours.named_parameters())).items():
+        assert torch.equal(found, theirs.get_parameter(name).grad)
     assert not ran
 
 
@@ -447,7 +605,7 @@ def test_traces_and_compiled_networks_hold_pytorchs_operations(ran):
 
 
 def test_the_note_names_what_has_no_kernel(ran, capsys):
-    accelerate(Agent(conv(3, 24, 3, padding=1)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(48), ResidualBlock()), "eager")
+    accelerate(Agent(conv(3, 24, 3)(), nn.MaxPool2d(3, 2, 1), ResidualBlock(48), ResidualBlock()), "eager")
     names = "encoder.0, encoder.2.conv0, encoder.2.conv1"
     assert capsys.readouterr().err == f"note: PyTorch's own kernels run {names}: ours cannot\n"
 
@@ -458,7 +616,7 @@ def test_no_note(kind, ran, monkeypatch, capsys):
     if kind == "no convolutions":
         agent = Agent(nn.Linear(3, 3), nn.Tanh())
     if kind == "no compiler":
-        monkeypatch.setattr(module, "build", lambda: None)
+        monkeypatch.setattr(modules, "build", lambda: None)
     if kind == "not on a CPU":
         agent.to("meta")
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
@@ -478,6 +636,18 @@ def test_modes(mode, monkeypatch):
     assert [type(layer) for layer in agent.modules()] == classes  # no kernels there
     encoders = [agent.encoder, agent.value_encoder] if mode == "compile" else []
     assert compiled == [(encoder, {"dynamic": False}) for encoder in encoders]
+
+
+def test_calls_are_recorded_once():
+    agent = Agent(nn.Linear(3, 3))
+    agent.get_action = agent.forward
+    for mode, kinds in (("compile", (Recorded, types.MethodType)), ("cudagraphs", (Recorded, RecordedEncode))):
+        record_calls(agent, mode)
+        before = agent.get_action, agent.encode
+        assert tuple(map(type, before)) == kinds
+        record_calls(agent, mode)
+        assert agent.get_action is before[0]
+        assert mode == "compile" or agent.encode is before[1]
 
 
 def test_a_recorded_method_belongs_to_its_agent():
@@ -501,7 +671,7 @@ def test_which_passes_of_an_encoder_are_recorded(monkeypatch):
     """Those with gradients and without hooks, of four shapes; those that are frozen, too, later on."""
     recorded = []
     busy = types.SimpleNamespace(pending=lambda: "a backward pass")  # not to be played back
-    monkeypatch.setattr(module, "Recording", lambda method, *inputs: recorded.append(inputs) or busy)
+    monkeypatch.setattr(graphs, "Recording", lambda method, *inputs: recorded.append(inputs) or busy)
     agent, x = Agent(nn.Linear(3, 3), nn.Linear(3, 2)), torch.ones(5, 3)
     encode = RecordedEncode(agent.encode)
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 import tyro
+from common.load import read_model
 
 import curves
 import evaluate
@@ -17,8 +18,7 @@ import impala
 import ppg
 import ppo
 import readme
-from common.files import ROOT, read_json
-from common.load import read_model
+from common.run import ROOT, read_json
 from common.settings import parse
 
 FOLDERS = ("benchmarks", "common", "tests")

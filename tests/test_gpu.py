@@ -8,9 +8,10 @@ import torch
 import impala
 import ppg
 import ppo
-from common import device
-from common.accelerate import Playback, Recorded, accelerate
-from common.errors import TrainingError
+from common import TrainingError, device
+from common.fast import accelerate
+from common.fast.graphs import Playback, Recorded
+from common.fast.modules import FastBlock, FastSequential
 from helpers import ALL, parameters, small_args
 from test_learning import ACTIONS, FRAMES, learn
 
@@ -57,7 +58,9 @@ def test_the_kernels_are_as_exact_as_cudnns():
         torch.manual_seed(0)
         agent = ppo.Agent(FRAMES, ACTIONS, ppo.Args(precision=precision, init_fn="orthogonal")).to(CUDA)
         accelerate(agent, mode)
-        assert sum(hasattr(layer, "own_forward") for layer in agent.modules()) == (7 if mode == "cudagraphs" else 0)
+        assert sum(isinstance(layer, FastSequential | FastBlock) for layer in agent.modules()) == (
+            7 if mode == "cudagraphs" else 0
+        )
         features = agent.encode(agent.encoder, frames)
         features.square().sum().backward()
         return [features.detach(), *(p.grad for p in agent.encoder.parameters())]

@@ -17,7 +17,7 @@ pytestmark = [
 def kernels(monkeypatch):
     """In small pieces, so that frames take several."""
     pytest.importorskip("triton")
-    from common import gpu_kernels
+    from common.fast import gpu_kernels
 
     for name, value in {"PIXELS": 64, "NUMBERS": 256, "BACKWARD": {16: (64, 3), 32: (32, 2)}}.items():
         monkeypatch.setattr(gpu_kernels, name, value)

@@ -14,8 +14,7 @@ import evaluate
 import export
 import fast
 import ideas
-from common.checkpoint import newest_checkpoint
-from common.load import load_agent
+from common.checkpoint import load_agent, newest_checkpoint
 from ranks import Ranks
 from test_checkpoint import check_same_run, same
 from test_distributed import words_of

@@ -1,5 +1,5 @@
-// Kernels for common/kernels.py: max-pooling (windows of 3x3, stride 2, padding 1), convolution (3x3, stride 1, padding 1)
-// with max-pooling after it, and residual blocks. Frames are channels-last, [batch, height, width, channels].
+// Kernels for common/fast/kernels.py: max-pooling (windows of 3x3, stride 2, padding 1), convolution (3x3, stride 1,
+// padding 1) with max-pooling after it, and residual blocks. Frames are channels-last, [batch, height, width, channels].
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,13 +1,16 @@
 """Kernels for the convolutions, max-pooling and residual blocks of the IMPALA encoder: for a CPU in C++, for a GPU in
-Triton (`common/gpu_kernels.py`). PyTorch's leave much of the processor idle in convolutions of few channels, and each
+Triton (`common/fast/gpu_kernels.py`). PyTorch's leave much of the processor idle in convolutions of few channels. Each
 ReLU, residual sum or max-pooling passes through the memory once more. `benchmarks/NOTES.md` has what ours gain."""
 
 import ctypes
 import functools
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -25,17 +28,75 @@ OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 @functools.cache
 def build() -> ctypes.CDLL | None:
     """The kernels, which `$CXX` or else `c++` compiles for this processor in seconds; None, and a note on stderr,
-    where that fails. Call this before there are threads: two that come at the same time would both compile."""
+    where that fails. The user's cache folder keeps them for later runs. Call this before there are threads: two that
+    come at the same time would both compile."""
     compiler, source = os.environ.get("CXX", "").split() or ["c++"], Path(__file__).with_suffix(".cpp")
     try:
+        kept = kept_library(compiler, OPTIONS, source)
+        if kept is not None:
+            with suppress(OSError):  # it is missing or damaged
+                return read_library(kept)
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder, "kernels.so")
             command = [*compiler, *OPTIONS, "-o", library, source]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=60)
+            if kept is not None:
+                with suppress(OSError):  # the folder is read-only or full
+                    write_library(kept, library.read_bytes())
             return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         say_slower(error)
         return None
+
+
+def kept_library(compiler: list[str], options: list[str], source: Path) -> Path | None:
+    """Where the user's cache folder keeps what this compiler makes of `source` on this processor. None if the folder
+    cannot be made, if other users could write to it, or if the compiler does not describe itself."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        parent = given if given.is_absolute() else Path.home() / ".cache"
+        folder = parent / "ppo-ppg-impala"
+        parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        above = [place.stat().st_mode for place in parent.resolve().parents]
+        # Where all may write and the sticky bit is not set, as it is for /tmp, all may rename what is there
+        if not is_private(folder.lstat()) or parent.stat().st_mode & 0o002 or any(x & 0o1002 == 0o002 for x in above):
+            return None
+    except (OSError, RuntimeError):  # the latter: there is no home
+        return None
+    parts = [compiler, shutil.which(compiler[0]), options, source.read_bytes()]
+    # Processors of several kinds may share a home folder. The macros that GCC and Clang predefine tell which processor
+    # and which instructions "native" stands for.
+    for question in (["--version"], [*options, "-E", "-dM", "-x", "c++", os.devnull]):
+        answer = subprocess.run([*compiler, *question], capture_output=True, timeout=60)
+        if answer.returncode != 0:
+            return None
+        parts.append(answer.stdout)
+    return folder / f"kernels-{hashlib.sha256(repr(parts).encode()).hexdigest()}.so"
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether this is a file or folder of the user's that nobody else may write to. Links count as writable."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def read_library(path: Path) -> ctypes.CDLL:
+    """Load what `write_library` has written. Raises OSError if it is missing or damaged, or not private."""
+    with path.open("rb") as file:
+        private, content = is_private(os.fstat(file.fileno())), file.read()
+    if not private or hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        raise OSError(f"{path} is damaged or not private")
+    return ctypes.CDLL(str(path))
+
+
+def write_library(path: Path, library: bytes) -> None:
+    """Write a library and its hash, as loading a part of a library can kill the process. Several processes may do so
+    at once: each moves a whole file into place."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        temporary = Path(folder, "kernels.so")
+        temporary.touch(mode=0o600)  # private under any umask
+        temporary.write_bytes(library + hashlib.sha256(library).digest())
+        os.replace(temporary, path)
 
 
 @functools.cache
@@ -59,9 +120,11 @@ def say_slower(error: Exception) -> None:
 
 def suits(x: Tensor) -> bool:
     """Whether kernels may take the place of PyTorch's modules for frames `x`: bfloat16, as autocast has it, or on a CPU
-    float32, [B, C, H, W] in channels-last layout, in code that is not compiled or traced, and without hooks for all
-    modules."""
+    float32, [B, C, H, W] in channels-last layout. Not while PyTorch compiles, traces or transforms the code, nor with
+    hooks for all modules."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        return False
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32

@@ -1,0 +1,247 @@
+"""Modules that take the place of others and run them by the kernels of `common/fast/kernels.py`. They have the same
+children under the same names, so that parameters, state dicts and hooks on inner modules stay what they are."""
+
+import copy
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.fast.kernels import ResidualBlockFunction, build, conv_max_pool, convolves, gpu, suits
+
+# PyTorch's modules that the kernels know, with the settings that they must have
+CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros"}
+POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False, "return_indices": False}
+SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # run by a call
+PLAIN = vars(nn.Module()).keys()  # the attributes of a module that has none of its own
+# How far a kernel's results may be from PyTorch's in a trial, as a part of their norm. In bfloat16 pooled values tie.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+def replace_modules(agent: nn.Module) -> None:
+    """Replace what our kernels can run. A note on stderr names the convolutions that PyTorch's own still run."""
+    missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
+    kernels = build if next(agent.parameters()).is_cpu else gpu
+    if not missed or kernels() is None:
+        return
+    replaced, orders = {None: None}, {}  # a module may have several places, and a block's class several blocks
+    for parent in list(agent.modules()):
+        for name, module in parent._modules.items():
+            if module not in replaced:
+                replaced[module] = replacement(module, orders)
+            parent._modules[name] = replaced[module]
+    for module in agent.modules():
+        if isinstance(module, FastSequential | FastBlock):
+            for conv in module.convolutions():
+                missed.pop(conv, None)
+    if missed:
+        print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
+
+
+def replacement(module: nn.Module, orders: dict[tuple, list[str] | None]) -> nn.Module:
+    """The module that computes the same by our kernels, or else `module` itself. `orders` keeps what trials of blocks
+    have shown: all blocks of a class and a size compute the same, as they have nothing of their own but weights."""
+    if type(module) is nn.Sequential:
+        pairs = list(pairs_of(module))
+        if pairs and all(pair_agrees(*pair) for pair in pairs):
+            row = FastSequential()
+            vars(row).update(vars(module))
+            return row
+    elif may_be_block(module):
+        names = list(module._modules)
+        kind = type(module), *names, next(module.parameters()).shape
+        if kind not in orders:
+            agreeing = [order for order in (names, names[::-1]) if block_agrees(module, order)]
+            orders[kind] = agreeing[0] if agreeing else None
+        if orders[kind] is not None:
+            return FastBlock(module, orders[kind])
+    return module
+
+
+class FastSequential(nn.Sequential):
+    """An `nn.Sequential` that runs each convolution with max-pooling after it by the kernels."""
+
+    def convolutions(self) -> list[nn.Module]:
+        return [conv for conv, _ in pairs_of(self)]
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers = list(self)
+        while layers:
+            if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
+                input = conv_max_pool(input, layers[0].weight, layers[0].bias)
+                del layers[:2]
+            else:
+                input = layers.pop(0)(input)
+        return input
+
+
+class FastBlock(nn.Module):
+    """A residual block, x + second(relu(first(relu(x)))), that the kernels run. `order` has the names of the two
+    convolutions. It shares children and hooks with the block `written`, which runs where the kernels do not suit."""
+
+    def __init__(self, written: nn.Module, order: list[str]):
+        super().__init__()
+        vars(self).update(vars(written), written=written, order=order)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        setattr(self.written, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Children, and what else the block's class defines."""
+        if name.startswith("__") or "written" not in vars(self):  # this is being copied
+            raise AttributeError(name)
+        return getattr(self.written, name)
+
+    def convolutions(self) -> list[nn.Module | None]:
+        return [self._modules.get(name) for name in self.order]
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self.written).keys() == PLAIN:
+            convs, width = self.convolutions(), inputs[0].shape[1]
+            if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
+                return ResidualBlockFunction.apply(inputs[0], *filters(convs))
+        return self.written.forward(*inputs, **named)
+
+
+# -------------------------------------------------------------------------------------------- what the kernels can run
+
+
+def pairs_of(row: nn.Sequential) -> Iterator[tuple[nn.Module, nn.Module]]:
+    return (pair for pair in itertools.pairwise(row) if is_pair(*pair))
+
+
+def is_pair(first: nn.Module, second: nn.Module) -> bool:
+    return is_conv(first) and type(second) is nn.MaxPool2d and known(second)
+
+
+def is_conv(module: nn.Module | None) -> bool:
+    return type(module) is nn.Conv2d and known(module)
+
+
+def may_be_block(module: nn.Module) -> bool:
+    """Whether a module is made of two convolutions that the kernels can run, and of nothing else."""
+    convs, own = list(module._modules.values()), vars(module)
+    if own.keys() != PLAIN or own["_parameters"] or own["_buffers"] or has_hooks(module):
+        return False
+    if len(convs) != 2 or not all(map(is_conv, convs)):
+        return False
+    return {size for conv in convs for size in conv.weight.shape[:2]} in ({16}, {32})
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(vars(module)[name] for name in HOOKS)
+
+
+def known(module: nn.Module) -> bool:
+    """Whether a module is PyTorch's own and computes what the kernels do: no hooks, other weights or settings."""
+    kind, own = type(module), vars(module)
+    if "forward" in own or has_hooks(module):
+        return False
+    if any(own.get(name) != value for name, value in SETTINGS[kind].items()):
+        return False
+    shapes = [x.shape for x in own["_parameters"].values() if x is not None and x.dtype == torch.float32]
+    size = own.get("out_channels", 0)
+    return kind is not nn.Conv2d or (shapes == [(size, module.in_channels, 3, 3), (size,)] and size % 16 == 0)
+
+
+def filters(convs: list[nn.Module]) -> list[Tensor]:
+    return [x for conv in convs for x in (conv.weight, conv.bias)]
+
+
+# ------------------------------------------------------------------------------------------------------------- trials
+
+
+@torch.enable_grad()
+def block_agrees(block: nn.Module, order: list[str]) -> bool:
+    """Whether a block is x + second(relu(first(relu(x)))), with first and second named in this order. A copy with
+    random weights must compute, on a CPU, the very numbers of this formula, and draw no random numbers. On the block's
+    device it must compute the numbers of our kernels, but for rounding."""
+    trial, frames = trial_of(block)
+    first, second = (trial._modules[name] for name in order)
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        exact = equals_formula(trial, lambda x: x + second(F.relu(first(F.relu(x)))), frames)
+        drawn = not torch.equal(torch.get_rng_state(), of_torch) or random.getstate() != of_python
+        drawn = drawn or np.random.get_state()[2] != of_numpy[2]
+        device = next(block.parameters()).device
+        return exact and not drawn and near(FastBlock(trial, order).to(device), trial, frames.to(device), True)
+    except Exception:  # as these are not the inputs that it was written for
+        return False
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@torch.enable_grad()
+def pair_agrees(conv: nn.Conv2d, pool: nn.MaxPool2d) -> bool:
+    """Whether our kernels compute the numbers of PyTorch's two modules, but for rounding."""
+    trial, frames = trial_of(nn.Sequential(conv, pool))
+    device = conv.weight.device
+    fast = FastSequential(*trial).to(device)
+    return all(near(fast, trial, frames.to(device), requires_grad) for requires_grad in (False, True))
+
+
+def trial_of(module: nn.Module) -> tuple[nn.Module, Tensor]:
+    """A copy on the CPU with random weights, as zeros, for example, would hide what the module computes. And frames
+    for it, with zeros, negative and large numbers."""
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.deepcopy(module).cpu().requires_grad_()
+    for parameter in trial.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=generator)
+    frames = torch.randn(3, 8, 12, next(trial.parameters()).shape[1], generator=generator).permute(0, 3, 1, 2)
+    frames[frames.abs() < 0.3] = 0
+    frames[1] *= 1000
+    return trial, frames
+
+
+def equals_formula(trial: nn.Module, formula: Callable[[Tensor], Tensor], frames: Tensor) -> bool:
+    """Bit for bit, in both formats, with and without NaN, in training and in evaluation."""
+    for dtype, x in itertools.product(ROUNDING, (frames, with_nan(frames))):
+        expected = outcome(formula, trial, x.to(dtype))
+        for training in (False, True):
+            for mine, other in zip(outcome(trial.train(training), trial, x.to(dtype)), expected, strict=True):
+                alike = mine.dtype == other.dtype and mine.shape == other.shape
+                if not alike or not torch.allclose(mine, other, rtol=0, atol=0, equal_nan=True):
+                    return False
+    return True
+
+
+def near(fast: nn.Module, trial: nn.Module, frames: Tensor, requires_grad: bool) -> bool:
+    """Whether a module with kernels computes what the trial does, but for rounding."""
+    for dtype, rounding in ROUNDING.items():
+        x = frames.to(dtype)
+        for mine, other in zip(*(outcome(call, trial, x, requires_grad) for call in (fast, trial)), strict=True):
+            close = (mine.double() - other.double()).norm() <= rounding * other.double().norm()
+            if mine.dtype != other.dtype or not close:
+                return False
+        mine, other = (outcome(call, trial, with_nan(x), requires_grad)[0].isnan() for call in (fast, trial))
+        if mine[1:].any() or not mine[other].all():  # in its frame, the kernels spread NaN further than PyTorch
+            return False
+    return True
+
+
+def with_nan(frames: Tensor) -> Tensor:
+    """These frames, with NaN in a pixel of the first."""
+    frames = frames.clone()
+    frames[0, 1, 2, 3] = float("nan")
+    return frames
+
+
+def outcome(call: Callable[[Tensor], Tensor], trial: nn.Module, x: Tensor, requires_grad: bool = True) -> list[Tensor]:
+    """What a call returns, what it leaves of its input, and the gradients of the parameters and the input."""
+    x = x.clone().requires_grad_(requires_grad)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16, cache_enabled=False):
+        y = call(x)
+    inputs = [*trial.parameters(), *([x] if requires_grad else [])]
+    gradient = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+    return [y, x, *torch.autograd.grad(y, inputs, gradient)]

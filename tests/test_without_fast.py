@@ -1,0 +1,79 @@
+"""`common/fast/` is for speed alone: without it, and without the lines that name it, all works as before."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.run import ROOT
+
+KERNELS = [f"tests/test_{name}.py" for name in ("accelerate", "kernels", "kernels_build", "gpu_kernels", "gpu")]
+LINES = re.compile(r"^ *(from common\.fast import accelerate|accelerate\(agent, .*\))\n", re.M)
+RUN = """
+import sys
+import {script} as script
+from common.checkpoint import load_agent
+
+sys.path.append("tests")
+from helpers import small_args
+
+sizes = {{"num_steps": 8, "n_pi": 2, "queue_size": 4, "num_envs": 2}}
+for env_id in ("CartPole-v1", "starpilot"):
+    evaluations = {{"eval_interval": 16, "eval_episodes": 2}}
+    args = small_args(script, sys.argv[1], sizes, env_id=env_id, total_timesteps=32, **evaluations)
+    _, settings = load_agent(script.main(args))
+    assert settings.env_id == env_id
+assert not any(name.startswith("common.fast") for name in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the tree without the folder and these lines."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in listed("ls-files"):
+        if (ROOT / name).is_file() and not name.startswith(("common/fast/", "benchmarks/results/")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    changed = []
+    for path in [*copy.glob("*.py"), *copy.glob("common/*.py")]:
+        text, count = LINES.subn("", path.read_text())
+        path.write_text(text)
+        changed += [count] if count else []
+    assert changed == [2, 2, 2, 2]  # the three scripts, and what loads an agent
+    return copy
+
+
+def listed(*words: str) -> list[str]:
+    found = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    if "not a git repository" in found.stderr:
+        pytest.skip("this tree is not a git repository")
+    return found.stdout.splitlines()
+
+
+def python(tree: Path, *words: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_quick_tests_pass(tree):
+    ignored = [f"--ignore={file}" for file in [*KERNELS, "tests/test_without_fast.py"]]
+    python(tree, "-m", "pytest", "-q", "-m", "quick", "-p", "no:cacheprovider", *ignored)
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppg", "impala"])
+def test_runs_with_evaluations_and_their_agents(script, tree, tmp_path):
+    python(tree, "-c", RUN.format(script=script), str(tmp_path))
+
+
+def test_nothing_else_names_the_folder():
+    """But the scripts, what loads an agent, and tests of the kernels."""
+    found = set(listed("grep", "-l", r"common[./]fast", "--", "*.py"))
+    others = found - {"ppo.py", "ppg.py", "impala.py", "tests/test_without_fast.py", *KERNELS}
+    (loader,) = [name for name in others if not name.startswith("common/fast/")]
+    assert loader.startswith("common/")
