@@ -73,14 +73,14 @@ class Envs(VectorWrapper):
         super().__init__(envs)
         self.video = envs if isinstance(envs, RecordFirstEnv) else None
         self.restorable = isinstance(self.unwrapped, ProcgenVectorEnv)
-        self.pinned, self.obs = pinned, None
+        self.pinned = pinned and isinstance(self.single_observation_space, gym.spaces.Box)
+        self.obs = None
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, np.int64)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        self.obs, infos = self.env.reset(seed=seed, options=options)
-        if self.pinned:
-            self.obs = torch.as_tensor(self.obs).pin_memory().numpy()
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.obs = self.pin(obs)
         self.episode_returns[:] = 0
         self.episode_lengths[:] = 0
         return self.obs, infos
@@ -106,6 +106,10 @@ class Envs(VectorWrapper):
             self.episode_lengths[ends] = 0
         return self.obs, rewards, terminations, truncations, infos
 
+    def pin(self, obs: np.ndarray) -> np.ndarray:
+        """These observations, in pinned memory if the environments keep them there."""
+        return torch.as_tensor(obs).pin_memory().numpy() if self.pinned else obs
+
     def state_dict(self) -> list[State]:
         """The state of each environment. Only Procgen's can be put back; others have a video's number at most."""
         video = {} if self.video is None else {"episode": self.video.episode}
@@ -126,9 +130,7 @@ class Envs(VectorWrapper):
             self.reset()  # without a seed: other episodes than the run began with
             return
         self.unwrapped.set_states([state["env"] for state in states])
-        self.obs = np.stack([state["obs"].numpy() for state in states])
-        if self.pinned:
-            self.obs = torch.as_tensor(self.obs).pin_memory().numpy()
+        self.obs = self.pin(np.stack([state["obs"].numpy() for state in states]))
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
 

@@ -111,7 +111,7 @@ def test_lines_that_an_idea_changes(name):
 @ALL
 def test_it_trains(name, trained):
     copy = trained(name)
-    title = f"{name} (APPO)" if IDEAS[name] == "impala" else name
+    title = f"{name}-appo" if IDEAS[name] == "impala" else name
     assert copy.process.output.startswith(f"{title} on {copy.settings['env_id']}")
     assert f"done: {copy.settings['total_timesteps']} steps" in copy.process.output
     assert newest_checkpoint(copy.run_dir)["step"] == copy.settings["total_timesteps"]
