@@ -2,8 +2,7 @@
 
     python impala.py --env-id starpilot                    # asynchronous PPO (APPO): V-trace, then PPO's minibatches
     python impala.py --env-id starpilot --preset paper     # IMPALA as published: V-trace, then one gradient step
-    python impala.py --env-id starpilot --use-lstm
-    python impala.py --env-id starpilot --num-actors 0     # act and learn in turn: repeats bit for bit
+    python impala.py --env-id starpilot --use-lstm --num-actors 0    # act and learn in turn: repeats bit for bit
     torchrun --nproc-per-node 4 impala.py --env-id starpilot    # 4 ranks, each a learner with actors of its own
 
     each actor, in a thread of its own:                                act, ActorThreads
@@ -16,8 +15,8 @@
         publish the policy
 
 Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, not with `--preset paper`):
-1. After V-trace comes a pass like PPO's over a random three quarters of the steps, because neighbouring frames are much
-   alike. The ratio to the policy that V-trace used is clipped, as in IMPACT (https://arxiv.org/abs/1912.00167).
+1. After V-trace comes a pass like PPO's, over a random three quarters of the steps. The ratio to the policy that
+   V-trace used is clipped, as in IMPACT (Luo et al. 2020, https://arxiv.org/abs/1912.00167).
 2. The other defaults, too, are nearer to ppo.py's. The agent learns far more from a step (benchmarks/NOTES.md).
 3. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
    (0.1) and the gradient's norm limit (40) by T x B. Set both again when you change T or B.
@@ -122,7 +121,7 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
     max_grad_norm: Positive[float] | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""
     norm_reward: Literal["return", "clip", "soft-asymmetric", "none"] = "return"
-    """scale as ppo.py does; clip to +-1; squash to 5 tanh(r / 5), times 0.3 if negative (for DMLab); or none of it"""
+    """return: as in ppo.py. clip: to +-1. soft-asymmetric: 5 tanh(r / 5), times 0.3 if negative (DMLab)"""
     norm_reward_gamma: Fraction | None = 0.99
     """discount factor of the return that --norm-reward return scales by; None for gamma"""
     log_interval: Positive[int] = 16_384
@@ -192,7 +191,7 @@ class ImpalaCNN(nn.Module):
         self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), dense, nn.ReLU())
 
     def forward(self, frames: Tensor) -> Tensor:
-        bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
+        bf16 = torch.is_autocast_enabled(frames.device.type)  # bf16 holds 0 to 255 exactly
         frames = frames if self.channels_first else frames.permute(0, 3, 1, 2)
         return self.layers(frames.to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
@@ -276,7 +275,7 @@ class Agent(nn.Module):
 class Unroll(NamedTuple):
     """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
 
-    actions: Tensor  # [T, N] int64, or [T, N, size] float32
+    actions: Tensor  # [T, N] int64, or [T, N, size] float32; the first field, because micro_batches reads T from it
     obs: Tensor  # [T + 1, N, *observation_shape], uint8 frames or float32 vectors; the last starts the next unroll
     logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
     rewards: Tensor  # [T, N] float32, as the environment gave them
@@ -299,8 +298,7 @@ class Experience(NamedTuple):
 def act(
     envs: Envs, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event
 ) -> Iterator[Experience | None]:
-    """Set up and yield None; then play `num_steps` steps of n environments with the newest policy, yield the n unrolls,
-    and so on until `stop`.
+    """Set up and yield None. Then, until `stop`, play T steps of n environments with the newest policy, and yield each.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
     `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.
@@ -317,7 +315,7 @@ def act(
     obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
     obs = to_device(envs.obs, device).to(obs_dtype)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a resumed run, too, begins with this call
-        agent.get_action(obs, state)  # on a GPU recorded here: while it is, no other thread may draw random numbers
+        agent.get_action(obs, state)  # a GPU records this call; meanwhile no other thread may draw random numbers
     yield None
     while True:
         newest, version = published[0]
@@ -327,7 +325,8 @@ def act(
         rewards = np.zeros((num_steps, num_envs), np.float32)
         dones = np.zeros((num_steps, num_envs), np.float32)
         truncation_values = torch.zeros(num_steps, num_envs, device=device)
-        first_state, episodes = state, [[] for _ in range(num_envs)]
+        first_state = state
+        episodes = [[] for _ in range(num_envs)]
         for t in range(num_steps):
             if stop.is_set():
                 return
@@ -343,8 +342,8 @@ def act(
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
             obs = to_device(next_obs, device).to(obs_dtype)
             state = state.index_fill(1, torch.as_tensor(np.flatnonzero(dones[t]), device=device), 0)
-            for env, *episode in finished_episodes(infos):
-                episodes[env].append((t, *episode))
+            for env, episodic_return, length in finished_episodes(infos):
+                episodes[env].append((t, episodic_return, length))
         frames[num_steps] = obs
         unrolls = Unroll(
             actions=torch.stack(actions),
@@ -355,34 +354,35 @@ def act(
             truncation_values=truncation_values,
             state=first_state,
         )
-        ends = envs.state_dict()
+        states = envs.state_dict()
         recurrent = state.cpu()
-        if not unrolls.logprobs.isfinite().all():  # which waits for the GPU: the learner's stream may read the unrolls
+        if not unrolls.logprobs.isfinite().all():  # waits for the GPU, so the learner's stream can read the unrolls
             raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
         for n in range(num_envs):
             unroll = Unroll(*[field[:, n] for field in unrolls])
-            yield Experience(unroll, version, first_env + n, episodes[n], ends[n] | {"recurrent": recurrent[:, n]})
+            yield Experience(unroll, version, first_env + n, episodes[n], states[n] | {"recurrent": recurrent[:, n]})
 
 
 class ActorThreads:
     """Actors, each in a thread of its own, and the bounded queue from which the learner takes their unrolls."""
 
     def __init__(self, actors: list[Iterator[Experience]], queue_size: int, device: torch.device, stop: Event):
-        self.queue, self.device, self.stop = Queue(queue_size), device, stop
+        self.queue = Queue(queue_size)
+        self.device, self.stop = device, stop
         self.threads = [Thread(target=self.run, args=[actor], name="actor", daemon=True) for actor in actors]
+
+    def start(self) -> None:
         for thread in self.threads:
             thread.start()
 
     def run(self, actor: Iterator[Experience]) -> None:
         """Act until `stop`. On a GPU, a stream of its own lets an actor act while an update is computed."""
-        context = nullcontext()
-        if self.device.type == "cuda":
-            context = torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1))
         try:
-            with context:
+            on_gpu = self.device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)) if on_gpu else nullcontext():
                 for experience in actor:
                     self.queue.put(experience)
-        except Exception as error:
+        except BaseException as error:
             self.queue.put(error)
 
     def take(self, batch_size: int) -> list[Experience]:
@@ -391,7 +391,7 @@ class ActorThreads:
         batch = []
         while len(batch) < batch_size:
             item = self.queue.get()
-            if isinstance(item, Exception):
+            if isinstance(item, BaseException):
                 raise item
             batch.append(item)
         return batch
@@ -451,8 +451,7 @@ def vtrace(logratio: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor,
 
     Args:
         logratio: [T, B], log of pi(a|x) / mu(a|x), with the learner's policy pi and the acting policy mu.
-        rewards: [T, B].
-        discounts: [T, B], gamma, or 0 where the action ended its episode.
+        rewards, discounts: [T, B]; the discount is gamma, or 0 where the action ended its episode.
         values: [T + 1, B], the learner's; the last bootstraps.
     """
     ratio = logratio.exp()
@@ -491,12 +490,12 @@ def policy_loss(
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
     """Half the mean squared error of values [...] against V-trace targets [...]."""
-    return 0.5 * ((values - targets.detach()) ** 2).mean()
+    return 0.5 * ((values - targets) ** 2).mean()
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
-    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
 
 
 def learner_outputs(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -576,16 +575,16 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
             outputs.append(learner_outputs(agent, Unroll(*piece), args))
     logprobs, _, values, targets, advantages = [torch.cat(pieces, dim=1) for pieces in zip(*outputs, strict=True)]
     samples = Minibatch(batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages, batch.state)
-    if not args.use_lstm:
-        steps = [x.flatten(0, 1).unsqueeze(0) for x in samples[:-1]]
-        samples = Minibatch(*steps, agent.initial_state(args.iteration_steps))
+    if not args.use_lstm:  # whose state has size 0
+        samples = Minibatch(*[x.flatten(0, 1).unsqueeze(0) for x in samples])
+        samples = samples._replace(state=agent.initial_state(args.iteration_steps))
     drawn = torch.randperm(samples.dones.shape[1], device=logprobs.device)[: args.samples]
     history = []
     for indices in drawn.tensor_split(args.num_minibatches):
         minibatch = Minibatch(*[x.index_select(1, indices) for x in samples])  # eight times as fast as x[:, indices]
         history.append(step(appo_loss, minibatch))
-    initial = {"losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"]}
-    return mean_metrics(history) | initial | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
+    metrics = mean_metrics(history) | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
+    return metrics | {"losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"]}
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -593,8 +592,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
 
 def episodes_of(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
     """The episodes that ended in a batch which began after `step` steps: step, environment, return, length."""
-    unrolls = Counter(each.env for each in batch)
-    earlier = Counter()
+    unrolls, earlier = Counter(each.env for each in batch), Counter()
     episodes = []
     for each in batch:  # several unrolls of an environment follow each other
         for t, episodic_return, length in each.episodes:
@@ -634,6 +632,7 @@ def main(args: Args) -> Path:
                 torch.cuda.synchronize(device)  # the actors' first policy is there
             threads = ActorThreads(actors, args.queue_size, device, stop)
             session.stop_actors = threads.close
+            threads.start()
 
         while step < run.total_steps:
             learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
@@ -651,7 +650,9 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, args, world)
             newest = copy.deepcopy(agent)
             version += 1
-            metrics = require_finite(step, metrics)  # which waits for the GPU: no actor sees half of an update
+            metrics = require_finite(
+                step, metrics
+            )  # waits for the GPU: `newest` is whole, and the batch's memory may go
             published[0] = newest, version
 
             # ---- log

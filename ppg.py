@@ -10,16 +10,17 @@
             E_pi and E_V times, for each minibatch: train as PPO       update, ppo_loss
             store observations and value targets                       Phase.add
         E_aux times, for each minibatch of all N_pi rollouts:          auxiliary_phase
-            minimise L^joint + L^value, KL from the old policy held    aux_loss
+            minimise L^aux + beta_clone KL + L^value                   aux_loss
 
 Differs from the paper and from OpenAI's phasic-policy-gradient (1 to 4: by default, not with `--preset paper`):
 1. Phases have 8 iterations and 3 auxiliary passes, not 32 and 6. This learns faster at first (benchmarks/NOTES.md).
 2. Minibatches have random steps of all environments, not whole rollouts of a few. This learns faster at first, too.
-3. The policy phase has half of the paper's learning rate, because one process makes as many gradient steps as the
-   paper's four, each on a quarter of the steps. Four ranks (torchrun) need 5e-4.
-4. One encoder costs half of the paper's two. The value head's gradient does not reach it, as in OpenAI's code.
-5. A run that ends in mid-phase closes with an auxiliary phase.
-6. Advantages are divided by the sample standard deviation (Bessel's correction). OpenAI uses the population's.
+3. The policy phase halves the paper's learning rate, because minibatches of one process are a quarter of the paper's
+   four. Use 5e-4 with four ranks (torchrun). `--preset paper` in one process is the paper's with small minibatches.
+4. One encoder costs half of two. No value gradient ever reaches it, as with `detach` in OpenAI's code.
+5. If E_pi and E_V differ, the value's passes come first, as in OpenAI's code.
+6. A run that ends in mid-phase closes with an auxiliary phase.
+7. Advantages are divided by the sample standard deviation (Bessel's correction). OpenAI uses the population's.
 
 Differs from CleanRL's ppg_procgen.py:
 1. Gradients and values are not clipped, and the value loss has weight 1, as in OpenAI's code.
@@ -70,7 +71,7 @@ class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
     exp_name: str = Path(__file__).stem
     """name of the experiment, a part of the run folder's name"""
     preset: Literal["short", "paper"] = "short"
-    """short phases, one encoder, half the learning rate; or the paper's settings; flags given beside it win"""
+    """short: short phases, one encoder, half the learning rate. paper: the paper's. Flags given beside it win"""
     learning_rate: NotNegative[float] = 2.5e-4
     """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False
@@ -114,7 +115,7 @@ class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
     n_pi: Positive[int] = 8
     """iterations in a policy phase (N_pi), whose frames are kept: 1.6 GB for 8 x 64 x 256 frames of Procgen"""
     aux_frames: Literal["memory", "disk"] = "memory"
-    """where these frames are kept: in memory (a GPU's if they fit, else the host's), or in a file in --runs-dir"""
+    """where a phase's frames are kept: memory (a GPU's if they fit, else the host's), or a file in --runs-dir"""
     e_aux: Positive[int] = 3
     """passes over the rollouts of a phase in the auxiliary phase (E_aux)"""
     aux_learning_rate: NotNegative[float] = 5e-4
@@ -181,7 +182,7 @@ class ImpalaCNN(nn.Module):
         self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), dense, nn.ReLU())
 
     def forward(self, frames: Tensor) -> Tensor:
-        bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
+        bf16 = torch.is_autocast_enabled(frames.device.type)  # bf16 holds 0 to 255 exactly
         frames = frames if self.channels_first else frames.permute(0, 3, 1, 2)
         return self.layers(frames.to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
@@ -390,7 +391,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
-    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
 
 
 def ppo_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
@@ -405,9 +406,10 @@ def ppo_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict
 
 def policy_only_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:
     """What the E_pi passes minimise if E_V differs: policy loss and entropy bonus (PPG, algorithm 1)."""
-    _, logprobs, entropies, _ = agent.get_action_and_value(minibatch.obs, minibatch.actions)
+    dist, _ = agent.get_action_dist(minibatch.obs)
+    logprobs = dist.log_prob(minibatch.actions)
     pg_loss, metrics = policy_loss(logprobs, minibatch.logprobs, minibatch.advantages, args.clip_coef, args.kl_penalty)
-    entropy = entropies.mean()
+    entropy = dist.entropy().mean()
     return pg_loss - args.ent_coef * entropy, metrics | {"losses/entropy": entropy}
 
 
@@ -423,7 +425,7 @@ def random_steps(shape: tuple[int, int, int], device: torch.device) -> Tensor:
 
 
 def whole_rollouts(shape: tuple[int, int, int], device: torch.device) -> Tensor:
-    """The same steps, int64, with the T steps of an iteration and environment in a row, and these in random order."""
+    """The numbers of these steps, int64. Whole rollouts are in random order, each with its T steps in a row."""
     rollouts = torch.arange(math.prod(shape), device=device).view(shape).transpose(1, 2).flatten(0, 1)
     return rollouts[torch.randperm(len(rollouts), device=device)].flatten()
 
@@ -554,7 +556,7 @@ def main(args: Args) -> Path:
         phase = Phase(min(args.n_pi, session.num_iterations), rollout, args, device)
         phase.begin(envs)
         parts |= {"value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
-        parts["phase"] = ReplayedPhase(phase, envs)
+        parts["phase"] = ReplayedPhase(phase, envs)  # after the environments, which are put back first
         run = session.open_run(agent, **parts)
         step = run.step
         obs = to_device(envs.obs, device).to(rollout.obs.dtype)

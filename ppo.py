@@ -16,7 +16,7 @@ with OpenAI's baselines. README.md lists the choices that all three scripts shar
 
 Differs from the paper and from baselines:
 1. Max-pooling pads both sides; TensorFlow pads one side.
-2. All weights start Xavier-uniform, those of the heads scaled by 0.01 and 1. The heads of baselines are orthogonal.
+2. Weights start Xavier-uniform, the policy head's with gain 0.01. The heads of baselines are orthogonal.
 3. The scale of rewards takes in a whole rollout before it scales it. VecNormalize of baselines goes step by step.
 4. Advantages are divided by the sample standard deviation (Bessel's correction). Baselines uses the population's.
 
@@ -142,7 +142,7 @@ class ImpalaCNN(nn.Module):
         self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), dense, nn.ReLU())
 
     def forward(self, frames: Tensor) -> Tensor:
-        bf16 = torch.is_autocast_enabled(frames.device.type)  # in which 0 to 255 are exact
+        bf16 = torch.is_autocast_enabled(frames.device.type)  # bf16 holds 0 to 255 exactly
         frames = frames if self.channels_first else frames.permute(0, 3, 1, 2)
         return self.layers(frames.to(torch.bfloat16 if bf16 else torch.float32) / 255)
 
@@ -330,7 +330,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns]: 1 is a perfect fit, 0 no better than a constant."""
-    return 1 - (returns - values).var() / returns.var().clamp(min=1e-8)
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
 
 
 def ppo_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict[str, Tensor]]:

@@ -56,7 +56,8 @@ def read_archive(path: Path) -> dict[str, Any]:
     """The dict in a file of PyTorch's; runs no code that the file might hold. Raises InputError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() or any(each.external_attr for each in archive.infolist())  # not in a checksum
+            changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
+            damaged = archive.testzip() or changed
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
@@ -71,21 +72,6 @@ def write_archive(path: Path, content: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomically(path, buffer.getbuffer())
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that `setup_device` seeds, in plain values and tensors."""
-    kind, keys, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def copy_to_cpu(value: Any) -> Any:
@@ -103,6 +89,25 @@ class Kept(SimpleNamespace):
         vars(self).update(state)
 
 
+class RandomStates:
+    """The state of every generator that `setup_device` seeds, in plain values and tensors."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state()
+        states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+        return states | ({"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {})
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
+
 class ReplayedPhase:
     """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
     again, from the environments' states at the start of the phase. Observations of other environments are saved.
@@ -115,24 +120,22 @@ class ReplayedPhase:
 
     def state_dict(self) -> dict[str, Any]:
         phase = self.phase
-        state = {
-            "start": phase.start,
-            "actions": phase.actions[: phase.length],
-            "returns": phase.returns[: phase.length],
-        }
-        return state if self.envs.restorable else state | {"obs": phase.obs[: phase.length]}
+        stored = slice(phase.length)
+        state = {"start": phase.start, "actions": phase.actions[stored], "returns": phase.returns[stored]}
+        return state if self.envs.restorable else state | {"obs": phase.obs[stored]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a phase that led the environments to where they are. Raises InputError if they do not repeat it."""
-        phase, envs, length = self.phase, self.envs, len(state["actions"])
-        phase.start, phase.length = state["start"], length
-        phase.actions[:length], phase.returns[:length] = state["actions"], state["returns"]
+        phase, envs = self.phase, self.envs
+        phase.start, phase.length = state["start"], len(state["actions"])
+        stored = slice(phase.length)
+        phase.actions[stored], phase.returns[stored] = state["actions"], state["returns"]
         if "obs" in state:
-            phase.obs[:length] = state["obs"]
+            phase.obs[stored] = state["obs"]
             return
         end = envs.state_dict()
         envs.load_state_dict(phase.start)
-        for k, t in np.ndindex(phase.actions[:length].shape[:2]):
+        for k, t in np.ndindex(phase.actions[stored].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
         for now, then in zip(envs.state_dict(), end, strict=True):
@@ -169,7 +172,7 @@ class Checkpoints:
             return
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
-        ranks = self.world.all_gather(copy_to_cpu(own | {"random": random_states(run.device)}))
+        ranks = self.world.all_gather(copy_to_cpu(own))
         statistics = run.state_dict()
         if self.world.rank > 0:
             return
@@ -305,13 +308,12 @@ def read_run(path: Path, args: Any, script: str, ranks: int) -> Resumed:
     return Resumed(path, lock, checkpoint)
 
 
-def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> dict[str, Any]:
-    """Put the parts of a run into the state that its checkpoint holds; return the random states of rank `rank`."""
+def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
+    """Put the parts of a run into the state that its checkpoint holds for rank `rank`."""
     try:
-        shared, own = resumed.checkpoint["parts"], resumed.checkpoint["ranks"][rank]
         for name, part in parts.items():
-            part.load_state_dict(shared[name] if isinstance(part, SHARED) else own[name])
-        return own["random"]
+            state = resumed.checkpoint["parts"] if isinstance(part, SHARED) else resumed.checkpoint["ranks"][rank]
+            part.load_state_dict(state[name])
     except InputError:
         raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -331,8 +333,8 @@ def read_model(source: Path | str) -> dict[str, Any]:
 def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "policy", "reset"] = "keep") -> None:
     """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
 
-    With `heads` "policy" the agent's `value_heads` keep their own parameters, with "reset" its `policy_heads`, too. So
-    does whatever does not fit, and a note names it. A further value head that `source` lacks starts as the first: a
+    With `heads` "policy" the agent's `value_heads` keep their own parameters, with "reset" its `policy_heads`, too. A
+    note names what does not fit and stays as it is. A further value head that `source` lacks starts as the first: a
     new one would inflate the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
     own, weights = agent.state_dict(), read_model(source)["agent"]
     first, *others = agent.value_heads

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-from gymnasium.wrappers.vector import ClipAction, TransformAction
+from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
 
 from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
@@ -65,9 +65,9 @@ def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
     ]
 
 
-class Envs(VectorWrapper):
+class Envs(RecordEpisodeStatistics):
     """A vector environment with episode statistics and a state that a checkpoint can hold. `obs` [N, ...] are the
-    observations that await actions. (Gymnasium's RecordEpisodeStatistics computes the same, more slowly.)"""
+    observations that await actions."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False):
         super().__init__(envs)
@@ -75,19 +75,15 @@ class Envs(VectorWrapper):
         self.restorable = isinstance(self.unwrapped, ProcgenVectorEnv)
         self.pinned = pinned and isinstance(self.single_observation_space, gym.spaces.Box)
         self.obs = None
-        self.episode_returns = np.zeros(self.num_envs)
-        self.episode_lengths = np.zeros(self.num_envs, np.int64)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        obs, infos = self.env.reset(seed=seed, options=options)
+        obs, infos = super().reset(seed=seed, options=options)
         self.obs = self.pin(obs)
-        self.episode_returns[:] = 0
-        self.episode_lengths[:] = 0
         return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
-        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        obs, rewards, terminations, truncations, infos = super().step(actions)
         last_obs = infos["final_obs"][infos["_final_obs"]] if "final_obs" in infos else ()
         for name, values in {"an observation": [obs], "a reward": [rewards], "a last observation": last_obs}.items():
             if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in values):
@@ -96,14 +92,6 @@ class Envs(VectorWrapper):
             self.obs[:] = obs
         else:
             self.obs = obs
-        self.episode_returns += rewards
-        self.episode_lengths += 1
-        ends = terminations | truncations
-        if ends.any():
-            infos["episode"] = {"r": self.episode_returns.copy(), "l": self.episode_lengths.copy()}
-            infos["_episode"] = ends
-            self.episode_returns[ends] = 0
-            self.episode_lengths[ends] = 0
         return self.obs, rewards, terminations, truncations, infos
 
     def pin(self, obs: np.ndarray) -> np.ndarray:

@@ -51,11 +51,16 @@ class RunningMoments(nn.Module):
 def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
     """Convolutions for frames or a layer for vectors, as `moments` normalises them, then linear layers of `sizes`.
     Weights are orthogonal with gain sqrt(2), biases 0."""
-    layers, x = [nn.LazyLinear(128), nn.LeakyReLU()], moments(torch.zeros(1, *moments.mean.shape))
+    x = moments(torch.zeros(1, *moments.mean.shape))
+    layers = [nn.LazyLinear(128), nn.LeakyReLU()]
     if x.dim() == 4:
-        a, b, c = ((8, 4, 0), (4, 2, 0), (3, 1, 0)) if min(x.shape[2:]) >= 36 else ((3, 2, 1),) * 3
-        layers = [nn.LazyConv2d(32, *a), nn.LeakyReLU(), nn.LazyConv2d(64, *b), nn.LeakyReLU()]
-        layers += [nn.LazyConv2d(64, *c), nn.LeakyReLU(), nn.Flatten()]
+        sizes_of_convs = [(8, 4, 0), (4, 2, 0), (3, 1, 0)]  # kernel, stride, padding
+        if min(x.shape[2:]) < 36:
+            sizes_of_convs = [(3, 2, 1)] * 3
+        layers = []
+        for channels, size in zip((32, 64, 64), sizes_of_convs, strict=True):
+            layers += [nn.LazyConv2d(channels, *size), nn.LeakyReLU()]
+        layers.append(nn.Flatten())
     for size in sizes:
         layers += [nn.LazyLinear(size), nn.ReLU()]
     network = nn.Sequential(*layers[:-1])
@@ -176,7 +181,8 @@ class Intrinsic(nn.Module):
         for _ in range(self.epochs):
             order = torch.randperm(returns.numel(), generator=self.generator).to(returns.device)
             for batch in order.chunk(self.args.num_minibatches):
-                *minibatch, targets = (x.index_select(0, batch) for x in (*transitions, returns.flatten()))
+                minibatch = [x.index_select(0, batch) for x in transitions]
+                targets = returns.flatten()[batch]
                 _, loss, metrics = self.model(*minibatch)
                 value_loss = 0.5 * (self.value(minibatch[0]) - targets).square().mean()
                 self.optimizer.zero_grad()

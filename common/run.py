@@ -139,9 +139,10 @@ class Run:
             for tag, value in scalars.items():
                 if np.isfinite(value):
                     self.writer.add_scalar(tag, value, step)
-            for name, cells in [(name, row) for name, each in rows.items() for row in each]:
-                cells = (f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells)
-                self.csv[name].writerow((step, seconds, *cells))
+            for name, new_rows in rows.items():
+                for row in new_rows:
+                    cells = [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
+                    self.csv[name].writerow([step, seconds, *cells])
         except OSError as error:  # a log with a gap would not be the run's log
             raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 

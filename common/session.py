@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from common import InputError, TrainingError
-from common.checkpoint import Checkpoints, find_run, load_parts, load_weights, set_random_states
+from common.checkpoint import Checkpoints, RandomStates, find_run, load_parts, load_weights
 from common.device import resolve_device, resolve_precision, setup_device
 from common.envs import Envs, make_envs, spread_seed
 from common.evaluation import Evaluator
@@ -36,8 +36,8 @@ class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
 
     Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
-    `total_steps` and `num_iterations`, at which the run ends; `stop_actors`, called before environments are closed,
-    which tells whether an actor hangs in one. Raises InputError, before anything is written, for settings that cannot
+    `total_steps` and `num_iterations`, at which the run ends; `stop_actors()`, called before environments are closed,
+    returns whether an actor hangs in one. Raises InputError, before anything is written, for settings that cannot
     work or a run that cannot be resumed."""
 
     def __init__(self, args: Any, script: str):
@@ -57,8 +57,9 @@ class Session:
         self.iteration_steps = args.iteration_steps * world.world_size
         self.num_iterations = math.ceil(args.total_timesteps / self.iteration_steps)
         self.total_steps = self.num_iterations * self.iteration_steps
-        self.exits, self.envs, self.checkpoints, self.evaluator = ExitStack(), [], None, None
-        self.stop_actors = lambda: False
+        self.exits = ExitStack()
+        self.envs, self.stop_actors = [], lambda: False
+        self.checkpoints = self.evaluator = None
 
     def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs:
         """Make and reset `num_envs` environments (None: all) of actor `number`."""
@@ -87,17 +88,18 @@ class Session:
         `parts` are further objects with a `state_dict`. Values of None are ignored."""
         args, world, resumed = self.args, self.world, self.resumed
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
+        random_states = {"random": RandomStates(self.device)}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device)
             self.exits.callback(self.evaluator.close)
         if resumed:
-            random_states = load_parts(parts, resumed, world.rank)
+            load_parts(parts, resumed, world.rank)
         elif args.init_from:
             load_weights(agent, args.init_from, args.init_heads)
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
             self.run = run = Run(args, self.script, self.device, self.total_steps, world, resumed)
-            self.checkpoints = Checkpoints(run, parts, resumed)
+            self.checkpoints = Checkpoints(run, parts | random_states, resumed)
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
@@ -105,7 +107,7 @@ class Session:
         if args.capture_video:
             self.envs[0].video.folder = run.path / "videos"
         if resumed:
-            set_random_states(random_states, self.device)
+            load_parts(random_states, resumed, world.rank)
         return run
 
     def evaluate(self, step: int) -> None:

@@ -30,7 +30,8 @@ class World:
     torchrun has started the ranks again, which then go on with their run."""
 
     def __init__(self, device: torch.device):
-        self.rank, self.world_size, self.launcher, self.restarted = 0, 1, "python", False
+        self.rank, self.world_size = 0, 1
+        self.launcher, self.restarted = "python", False
         self.device, self.networks = device, []
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
         if not self.several:
@@ -52,7 +53,7 @@ class World:
             self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def share_settings(self, args: Any) -> Any:
-        """This rank's settings: rank zero's, but for those of the machine. Only rank zero films and tracks."""
+        """Rank zero's settings, except this rank's own PER_HOST. Only rank zero films and tracks."""
         own = {name: getattr(args, name) for name in PER_HOST} | {"capture_video": False, "track": False}
         shared = self.broadcast(args)
         return args if self.rank == 0 else replace(shared, **own)
@@ -75,7 +76,10 @@ class World:
                 result = function()
             except (InputError, TrainingError, OSError) as failure:
                 error = failure
-        sent, error = self.broadcast((None if error else send(result), error) if self.rank == 0 else None)
+        message = None
+        if self.rank == 0:
+            message = (None if error else send(result)), error
+        sent, error = self.broadcast(message)
         if error is not None:
             raise error
         return result if self.rank == 0 else sent

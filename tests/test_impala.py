@@ -199,7 +199,9 @@ def count_up(stop, name=0, log=None):
 
 
 def start_threads(*actors, queue_size=4, stop):
-    return impala.ActorThreads(actors, queue_size, torch.device("cpu"), stop)
+    threads = impala.ActorThreads(actors, queue_size, torch.device("cpu"), stop)
+    threads.start()
+    return threads
 
 
 @pytest.fixture
