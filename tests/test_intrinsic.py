@@ -14,10 +14,9 @@ import impala
 import ppg
 import ppo
 from common import intrinsic
-from common.errors import InputError, TrainingError
+from common.errors import TrainingError
 from common.load import load_weights
 from common.reward_scale import RewardNormalizer
-from common.session import Session
 from helpers import ALL, PPO_AND_PPG, newest, parameters
 from test_checkpoint import make_args
 from test_losses import ACTION_SPACES, VECTOR
@@ -277,9 +276,3 @@ def test_broken_intrinsic_networks_are_not_saved(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=r"^intrinsic\.value\.1\.0\.bias is .* step 32"):
         ppo.main(make_args(ppo, tmp_path, intrinsic_reward="rnd"))
     assert not list(tmp_path.glob("*/checkpoints/*"))
-
-
-def test_several_ranks_are_refused():
-    session = SimpleNamespace(args=ppo.Args(intrinsic_reward="rnd"), world=SimpleNamespace(world_size=2))
-    with pytest.raises(InputError, match="without torchrun"):
-        Session.make_intrinsic(session, None, epochs=1)
