@@ -1,12 +1,12 @@
 """Settings that cannot work, runs that must not go on, and how a script says so."""
 
-import importlib.util
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from unittest import mock
 
 import gymnasium as gym
@@ -59,6 +59,8 @@ def check_rejected(script, tmp_path, settings, *words):
         ({"env_id": "coinrun,starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
         ({"env_id": "CartPole-v7"}, ["CartPole-v7", "Did you mean CartPole-v1?"]),
         ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "no encoder for Discrete(16)"]),
+        pytest.param({"env_id": "ALE/Pong-v5"}, ["ALE/Pong-v5", "ale_py"],
+                     marks=pytest.mark.skipif(bool(find_spec("ale_py")), reason="ale-py is installed")),
         # Procgen's modes and levels
         ({"env_id": "coinrun,bigfish", "distribution_mode": "memory"},
          ["coinrun, bigfish has no memory mode", "--distribution-mode memory works with", "caveflyer"]),
@@ -147,21 +149,15 @@ def test_rejected_spaces(script, kind, space, words, tmp_path, monkeypatch):
 
 
 @ALL
-@pytest.mark.skipif(importlib.util.find_spec("ale_py") is not None, reason="ale-py is installed")
-def test_rejected_without_atari(script, tmp_path):
-    check_rejected(script, tmp_path, {"env_id": "ALE/Pong-v5"}, "ALE/Pong-v5", "ale_py")
-
-
-@ALL
 @pytest.mark.parametrize(("flag", "package"), [("track", "wandb"), ("capture_video", "av")])
 def test_rejected_without_a_package(script, flag, package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     check_rejected(script, tmp_path, {flag: True}, f"--{flag.replace('_', '-')}", f"pip install {package}")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="av is not installed")
 def test_rejected_video_of_a_task_that_cannot_draw(tmp_path, monkeypatch):
     """Or cannot without another package."""
+    pytest.importorskip("av")
     monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv))
     words = "TestStill-v0 cannot be made for a video", "render_mode"
     check_rejected(ppo, tmp_path, {"env_id": "TestStill-v0", "capture_video": True}, *words)
@@ -242,17 +238,19 @@ def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stre
 
 
 @ALL
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you")])
-def test_out_of_memory_in_training(script, error, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), f"^{MEMORY}.*: the run stops; its last good"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), f"^{MEMORY}.*: the run stops; its last good"),
+        (OverflowError("Overflow in a simulator's clock"), "^Overflow in a simulator's clock$"),  # no lack of memory
+    ],
+    ids=["Python", "PyTorch", "another"],
+)
+def test_out_of_memory_in_training(script, error, words, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "update", mock.Mock(side_effect=error))
-    with pytest.raises(TrainingError, match=rf"^{MEMORY}.*: the run stops; its last good"):
+    with pytest.raises((TrainingError, OverflowError), match=words):
         script.main(make_args(script, tmp_path))
-
-
-def test_another_overflow_is_no_lack_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=OverflowError("Overflow in a simulator's clock")))
-    with pytest.raises(OverflowError, match=r"^Overflow in a simulator's clock$"):
-        ppo.main(make_args(ppo, tmp_path))
 
 
 def get_two_signals():

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import random
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -106,10 +107,8 @@ def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatc
 
 
 def test_to_device_pins_what_goes_to_a_gpu(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda x, device, non_blocking=False: calls.append((device, non_blocking)) or x
-    )
+    calls = mock.Mock()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.pin() or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **given: calls.to(*args, **given))
     to_device(np.zeros(3), torch.device("cuda"))
-    assert calls == ["pinned", (torch.device("cuda"), True)]
+    assert calls.mock_calls == [mock.call.pin(), mock.call.to(torch.device("cuda"), non_blocking=True)]

@@ -15,7 +15,7 @@ from common import settings
 from common.envs import Envs
 from common.errors import InputError, TrainingError
 from common.provenance import command
-from common.run import Run, require_finite
+from common.run import Run
 from common.settings import parse
 from helpers import ALL, small_args
 
@@ -75,42 +75,23 @@ def test_a_part_of_the_actors_that_fails_is_a_training_error(tmp_path, monkeypat
         impala.main(make_args(impala, tmp_path, num_actors=1))
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """The names of the methods by which the host has read a tensor: on a GPU, each waits for the device."""
-    made = []
+@ALL
+def test_an_iteration_reads_its_metrics_once(script, tmp_path, monkeypatch):
+    """On a GPU, each read waits for the device."""
+    log, reads, counts = Run.log, [], []
 
     def spy(name):
         original = getattr(torch.Tensor, name)
-        return lambda tensor, *args, **kwargs: made.append(name) or original(tensor, *args, **kwargs)
+        return lambda tensor, *args, **kwargs: reads.append(name) or original(tensor, *args, **kwargs)
 
-    for name in ("tolist", "item", "__float__", "__int__", "__bool__", "numpy", "cpu"):
-        monkeypatch.setattr(torch.Tensor, name, spy(name))
-    return made
-
-
-@pytest.mark.quick
-def test_metrics_are_read_in_one_transfer(reads):
-    tensors = {f"losses/{n}": torch.tensor(n + 0.1) for n in range(5)}
-    metrics = {"a": 2.5} | tensors | {"b": torch.tensor(7), "c": torch.tensor(0.1, dtype=torch.float64), "d": 3.5}
-    values = require_finite(3, metrics)
-    assert reads == ["tolist"]
-    assert list(values) == list(metrics)
-    assert values == {tag: float(value) for tag, value in metrics.items()}
-    with pytest.raises(TrainingError, match=r"^c is inf at step 1,024$"):
-        require_finite(1024, metrics | {"c": torch.tensor(math.inf)})
-
-
-@ALL
-def test_an_iteration_reads_its_metrics_once(script, reads, tmp_path, monkeypatch):
-    log, counts = Run.log, []
-
-    def spy(self, *args):
+    def count(self, *args):
         reads.clear()
         log(self, *args)
         counts.append(len(reads))
 
-    monkeypatch.setattr(Run, "log", spy)
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__", "numpy", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, spy(name))
+    monkeypatch.setattr(Run, "log", count)
     script.main(make_args(script, tmp_path))
     assert counts == [1, 1, 1]
 
