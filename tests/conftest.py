@@ -128,34 +128,30 @@ class CrashEnv(CountEnv):
 class SpoiltEnv(CountEnv):
     """Gives a bad observation or reward in its 25th step, or a bad last observation in its 30th."""
 
-    spoilt = ("reward", 0.0)
-    steps = 0
+    spoilt, steps = ("reward", 0.0), 0
 
     def step(self, action):
         obs, reward, *rest = super().step(action)
         self.steps += 1
         what, value = self.spoilt
-        if what == "reward" and self.steps == 25:
-            reward = value
-        if (what, self.steps) in (("observation", 25), ("last observation", 30)):
-            obs = obs * value
+        if self.steps == (30 if what == "last observation" else 25):
+            obs, reward = (obs, value) if what == "reward" else (obs * value, reward)
         return obs, reward, *rest
 
 
-class StillEnv(gym.Env):
+class StillEnv(CountEnv):
     """Does nothing, in the spaces given; keeps the last action that it got."""
 
-    def __init__(self, observation_space=None, action_space=None):
-        self.observation_space = observation_space or Box(-1, 1, (2,), np.float32)
-        self.action_space = action_space or Discrete(2)
+    def __init__(self, **spaces):
+        self.observation_space, self.action_space = Box(-1, 1, (2,), np.float32), Discrete(2)
+        vars(self).update(spaces)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
+    def observe(self):
+        return self.observation_space.sample()
 
-    def step(self, action):
+    def reward(self, action):
         self.action = action
-        return self.observation_space.sample(), 0.0, False, False, {}
+        return 0.0
 
 
 class Glance(torch.nn.Module):

@@ -27,17 +27,13 @@ T, N = 6, 4
 KINDS = pytest.mark.parametrize("kind", ["rnd", "icm"])
 
 
-def random_rollout(space=VECTOR, action_space=ACTION_SPACES["discrete"], script=ppo):
+def random_rollout(space=VECTOR, script=ppo):
     """A rollout and the observations after it."""
-    rollout = script.new_rollout(T, N, space, action_space, torch.device("cpu"))
     frames = space.dtype == np.uint8
     obs = torch.randint(0, 256, (T + 1, N, *space.shape)) if frames else torch.randn(T + 1, N, *space.shape)
-    actions = np.stack([[action_space.sample() for _ in range(N)] for _ in range(T)])
-    return rollout._replace(
-        obs=obs[:-1].to(rollout.obs.dtype), actions=torch.as_tensor(actions).to(rollout.actions.dtype),
-        rewards=torch.randn(T, N), values=torch.randn(T, N), dones=(torch.rand(T, N) < 0.3).float(),
-        truncation_values=torch.randn(T, N),
-    ), obs[-1].to(rollout.obs.dtype)  # fmt: skip
+    obs, actions = obs.to(torch.uint8 if frames else torch.float32), torch.randint(0, 4, (T, N))
+    logprobs, values, rewards, cut = torch.randn(4, T, N)
+    return script.Rollout(obs[:-1], actions, logprobs, values, rewards, (torch.rand(T, N) < 0.3).float(), cut), obs[-1]
 
 
 def envs_of(space=VECTOR, action_space=ACTION_SPACES["discrete"]):
@@ -102,27 +98,26 @@ def test_icm(name):
     obs, next_obs = torch.randn(2, 8, 3)
     space.seed(0)
     actions = torch.as_tensor(np.stack([space.sample() for _ in range(8)]))
-    actions = actions if name == "discrete" else actions.float()
-    drawn = 3 * actions if name == "box" else actions
-    actions = drawn.clamp(-1, 1) if name == "box" else actions  # what the environment gets
+    inputs = F.one_hot(actions, 4).float() if name == "discrete" else actions.float()
+    drawn = actions
+    if name == "box":  # the environment gets them clipped
+        drawn = 3 * inputs
+        inputs = drawn.clamp(-1, 1)
     within = torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])
     now, then = (model.encoder(model.moments(x)) for x in (obs, next_obs))
-    inputs = F.one_hot(actions, 4).float() if name == "discrete" else actions
     errors = ((model.forward_model(torch.cat([now, inputs], 1)) - then) ** 2).sum(1) / 2
-    rewards, loss, metrics = model(obs, drawn, next_obs, within)
-    torch.testing.assert_close(rewards, errors * within)
     told = model.inverse_model(torch.cat([now, then], 1))
     if name == "discrete":
         inverse = -told.log_softmax(1)[torch.arange(8), actions]
     elif name == "multibinary":
-        inverse = -(actions * F.logsigmoid(told) + (1 - actions) * F.logsigmoid(-told)).sum(1)
+        inverse = -(inputs * F.logsigmoid(told) + (1 - inputs) * F.logsigmoid(-told)).sum(1)
     else:
-        inverse = ((told - actions) ** 2).sum(1)
-    counted = within.bool()
-    expected = 0.2 * errors[counted].mean() + 0.8 * inverse[counted].mean()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(metrics["losses/icm_forward_loss"], errors[counted].mean())
-    torch.testing.assert_close(metrics["losses/icm_inverse_loss"], inverse[counted].mean())
+        inverse = ((told - inputs) ** 2).sum(1)
+    rewards, loss, metrics = model(obs, drawn if name != "multibinary" else inputs, next_obs, within)
+    torch.testing.assert_close(rewards, errors * within)
+    forward, inverse = (each[within.bool()].mean() for each in (errors, inverse))
+    torch.testing.assert_close(loss, 0.2 * forward + 0.8 * inverse)
+    torch.testing.assert_close(metrics, {"losses/icm_forward_loss": forward, "losses/icm_inverse_loss": inverse})
 
 
 @KINDS
@@ -176,9 +171,8 @@ def test_the_model_learns_from_the_rollout(kind):
     made = make(kind, learning_rate=3e-3)
     rollout, last_obs = random_rollout()
     history = [made(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae)[2] for _ in range(30)]
-    losses = {"rnd": ["losses/rnd_loss"], "icm": ["losses/icm_forward_loss", "losses/icm_inverse_loss"]}[kind]
-    for tag in losses:
-        assert history[-1][tag] < 0.3 * history[0][tag]
+    for tag in ["rnd_loss"] if kind == "rnd" else ["icm_forward_loss", "icm_inverse_loss"]:
+        assert history[-1][f"losses/{tag}"] < 0.3 * history[0][f"losses/{tag}"]
     steps = {int(state["step"]) for state in made.optimizer.state.values()}
     assert steps == {30 * 3 * 2}
     learning = {name for name, parameter in made.named_parameters() if parameter.requires_grad}
