@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -189,18 +189,17 @@ class Outlet:
         return getattr(self.stream, name)
 
 
-def run_script(main: Callable[[Any], Path], args_class: type) -> None:
-    """Call a script's `main` with the settings of the command line.
-
-    Prints an InputError or a TrainingError as one line on stderr, and exits with 2 or 1. A signal exits with 128 plus
-    its number (Ctrl-C: 130). Code that calls `main(Args(...))` gets the exceptions themselves."""
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print an InputError or a TrainingError as one line on stderr, and exit with 2 or 1. A signal exits with 128 plus
+    its number (Ctrl-C: 130). Only `run_script` uses this: code that calls `main(Args(...))` gets the exceptions."""
     sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script, or under nohup
             signal.signal(number, INTERRUPT)
     code = 0
     try:
-        main(parse(args_class))
+        yield
     except (InputError, TrainingError) as error:
         label = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
         print(f"{label}error: {error}", file=sys.stderr, flush=True)
@@ -217,3 +216,9 @@ def run_script(main: Callable[[Any], Path], args_class: type) -> None:
         os._exit(code)  # the interpreter's own way out would abort beside an actor that hangs in its environment
     if code:
         sys.exit(code)
+
+
+def run_script(main: Callable[[Any], Path], args_class: type) -> None:
+    """Call a script's `main` with the settings of the command line; show errors as one sentence."""
+    with one_line_errors():
+        main(parse(args_class))

@@ -13,91 +13,108 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete, MultiBinary
 
 
 class CountEnv(gym.Env):
     """The observation is the number of steps since the reset; the reward is 1; a time limit ends the episode."""
 
-    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
+    observation_space, action_space = Box(0, 100, (1,), np.float32), Discrete(2)
+    length = None  # of episodes that end by themselves
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = 0
-        return np.array([self.count], self.observation_space.dtype), {}
+        self.begin()
+        return self.observe(), {}
 
     def step(self, action):
+        reward = self.reward(action)
         self.count += 1
-        return np.array([self.count], self.observation_space.dtype), 1.0, False, False, {}
+        return self.observe(), reward, self.count == self.length, False, {}
+
+    def begin(self):
+        """Draw what is random in an episode."""
+
+    def observe(self):
+        return np.array([self.count], self.observation_space.dtype)
+
+    def reward(self, action):
+        return 1.0
 
 
 class DoubleEnv(CountEnv):
     """CountEnv with observations of type float64, as MuJoCo's."""
 
-    observation_space = gym.spaces.Box(0, 100, (1,), np.float64)
+    observation_space = Box(0, 100, (1,), np.float64)
 
 
-class BitsEnv(gym.Env):
+class BitsEnv(CountEnv):
     """A random bit pattern is shown; the reward is the share of bits that the action repeats. 10 steps an episode."""
 
-    observation_space = gym.spaces.Box(0, 1, (4,), np.float32)
-    action_space = gym.spaces.MultiBinary(4)
+    observation_space, action_space, length = Box(0, 1, (4,), np.float32), MultiBinary(4), 10
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return self.show(), {}
-
-    def show(self):
+    def observe(self):
         self.bits = self.np_random.integers(0, 2, 4)
         return self.bits.astype(np.float32)
 
-    def step(self, action):
+    def reward(self, action):
         assert self.action_space.contains(action), repr(action)
-        reward = float((action == self.bits).mean())
-        self.count += 1
-        return self.show(), reward, self.count == 10, False, {}
+        return float((action == self.bits).mean())
 
 
-class CueEnv(gym.Env):
+class CueEnv(CountEnv):
     """One of two cues is shown in the first step and asked for in the fourth and last: reward 1 if the action names it.
 
     The last observation is the same for both, so that a policy without memory earns .5 on average, whatever it is.
     """
 
-    observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
-    action_space = gym.spaces.Discrete(2)
+    observation_space, length = Box(0, 1, (3,), np.float32), 4
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.cue = 0, int(self.np_random.integers(2))
-        return np.array([self.cue == 0, self.cue == 1, 0], np.float32), {}
+    def begin(self):
+        self.cue = int(self.np_random.integers(2))
 
-    def step(self, action):
-        self.count += 1
-        last = self.count == 4
-        return np.array([0, 0, self.count == 3], np.float32), float(last and action == self.cue), last, False, {}
+    def observe(self):
+        shown = self.cue if self.count == 0 else None
+        return np.array([shown == 0, shown == 1, self.count == 3], np.float32)
+
+    def reward(self, action):
+        return float(self.count == 3 and action == self.cue)
 
 
 class LuckEnv(CountEnv):
     """Episodes of 1 step or of 20, by chance."""
 
-    def reset(self, *, seed=None, options=None):
-        result = super().reset(seed=seed)
+    def begin(self):
         self.length = int(self.np_random.choice([1, 20]))
-        return result
-
-    def step(self, action):
-        obs, reward, *_ = super().step(action)
-        return obs, reward, self.count == self.length, False, {}
 
 
 class ArmEnv(CountEnv):
     """The reward is the number of the action. 10 steps an episode."""
 
-    def step(self, action):
-        obs, *_ = super().step(action)
-        return obs, float(action), self.count == 10, False, {}
+    length = 10
+
+    def reward(self, action):
+        return float(action)
+
+
+class PushEnv(CountEnv):
+    """Actions push a point away from where it is punished most. An episode has the 8 steps of an unroll.
+
+    So a run that is resumed with new episodes is the same run.
+    """
+
+    observation_space, action_space, length = Box(-20, 20, (2,), np.float32), Box(-1, 1, (2,), np.float32), 8
+
+    def begin(self):
+        self.place = np.array([0.5, -0.25], np.float32)
+
+    def observe(self):
+        return self.place
+
+    def reward(self, action):
+        self.place = self.place + action
+        return -float(np.abs(self.place).sum())
 
 
 class CrashEnv(CountEnv):
@@ -115,34 +132,30 @@ class CrashEnv(CountEnv):
 class SpoiltEnv(CountEnv):
     """Gives a bad observation or reward in its 25th step, or a bad last observation in its 30th."""
 
-    spoilt = ("reward", 0.0)
-    steps = 0
+    spoilt, steps = ("reward", 0.0), 0
 
     def step(self, action):
         obs, reward, *rest = super().step(action)
         self.steps += 1
         what, value = self.spoilt
-        if what == "reward" and self.steps == 25:
-            reward = value
-        if (what, self.steps) in (("observation", 25), ("last observation", 30)):
-            obs = obs * value
+        if self.steps == (30 if what == "last observation" else 25):
+            obs, reward = (obs, value) if what == "reward" else (obs * value, reward)
         return obs, reward, *rest
 
 
-class StillEnv(gym.Env):
+class StillEnv(CountEnv):
     """Does nothing, in the spaces given; keeps the last action that it got."""
 
-    def __init__(self, observation_space=None, action_space=None):
-        self.observation_space = observation_space or gym.spaces.Box(-1, 1, (2,), np.float32)
-        self.action_space = action_space or gym.spaces.Discrete(2)
+    def __init__(self, **spaces):
+        self.observation_space, self.action_space = Box(-1, 1, (2,), np.float32), Discrete(2)
+        vars(self).update(spaces)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
+    def observe(self):
+        return self.observation_space.sample()
 
-    def step(self, action):
+    def reward(self, action):
         self.action = action
-        return self.observation_space.sample(), 0.0, False, False, {}
+        return 0.0
 
 
 class Glance(torch.nn.Module):
@@ -165,11 +178,7 @@ def small_networks():
         yield
 
 
-gym.register("TestCount-v0", CountEnv, max_episode_steps=5)
-gym.register("TestBits-v0", BitsEnv, max_episode_steps=10)  # ends by itself just when its time is up
-gym.register("TestDouble-v0", DoubleEnv, max_episode_steps=5)
-gym.register("TestCue-v0", CueEnv)
-gym.register("TestLuck-v0", LuckEnv)
-gym.register("TestArm-v0", ArmEnv)
-gym.register("TestCrash-v0", CrashEnv, max_episode_steps=5)
-gym.register("TestSpoilt-v0", SpoiltEnv, max_episode_steps=30)
+for kind in (LuckEnv, ArmEnv, CueEnv, PushEnv):
+    gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind)
+for kind, limit in {CountEnv: 5, DoubleEnv: 5, CrashEnv: 5, SpoiltEnv: 30, BitsEnv: 10}.items():
+    gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind, max_episode_steps=limit)

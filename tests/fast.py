@@ -18,7 +18,7 @@ from unittest import mock
 import impala
 import ppg
 import ppo
-from common.files import ROOT
+from common.run import ROOT
 from conftest import Glance
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -71,13 +71,7 @@ class Fork:
         self.process.kill()
         self.process.join()
 
-    @property
-    def output(self) -> str:
-        return self.files[0].read_text()
-
-    @property
-    def errors(self) -> str:
-        return self.files[1].read_text()
+    output, errors = (property(lambda fork, n=number: fork.files[n].read_text()) for number in range(2))
 
     def wait_for(self, condition: Callable[[], object], seconds: float = 60) -> None:
         """Wait until the process has come so far that `condition` holds."""
@@ -127,35 +121,29 @@ def run_script(name: str, words: list[str]) -> None:
         script.run_script(script.main, script.Args)
 
 
-class ForkedScript:
+class ForkedScript(multiprocessing.get_context("fork").Process):
     """In place of `subprocess.Popen(["python", "ppo.py", ...])`: forked from this process, which has loaded PyTorch."""
 
     def __init__(self, command: list[str], *, stdout: IO, **settings):
         _, script, *words = command
-        process = multiprocessing.get_context("fork").Process
-        self.process = process(target=self.run, args=(stdout, Path(script).stem, words))
-        self.process.start()
-
-    @staticmethod
-    def run(output: IO, name: str, words: list[str]) -> None:
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
-        die_with_parent()
-        mock.patch.stopall()
-        run_script(name, words)
+        super().__init__(target=run_forked, args=(stdout, Path(script).stem, words))
+        self.start()
+        self.poll, self.wait = (lambda: self.exitcode), self.join
 
     @property
     def returncode(self) -> int | None:
-        return self.process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self) -> None:
-        self.process.join()
+        return self.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
+
+
+def run_forked(output: IO, name: str, words: list[str]) -> None:
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    die_with_parent()
+    mock.patch.stopall()
+    run_script(name, words)
 
 
 def run_launcher(words: list[str]) -> None:

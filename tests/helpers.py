@@ -2,12 +2,15 @@
 
 import csv
 import dataclasses
+import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import impala
 import ppg
@@ -15,6 +18,7 @@ import ppo
 from common.checkpoint import load_agent
 from common.envs import finished_episodes, make_envs
 from common.evaluation import HeldOut
+from common.run import command
 
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -49,6 +53,36 @@ def with_advantages(rollout, advantages: torch.Tensor):
 def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
     """The saved parameters of a run."""
     return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first."""
+    return sorted(run_dir.glob("checkpoints/*.pt"), reverse=True)
+
+
+def newest(run_dir: Path) -> dict[str, Any]:
+    """What the newest checkpoint of a run holds."""
+    return torch.load(checkpoints(run_dir)[0], weights_only=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def resumed_at(run_dir: Path) -> list[int]:
+    """The steps at which a run has been resumed."""
+    return [each["step"] for each in read_json(run_dir / "meta.json")["resumed"]]
+
+
+def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """Each of TensorBoard's tags: [(step, value), ...], all of them."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def flags(args: Any) -> list[str]:
+    """The command line of `args`, without the program."""
+    return shlex.split(command(args, "x.py"))[2:]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

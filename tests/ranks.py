@@ -4,7 +4,6 @@ torchrun calls this file, too: `torchrun ... tests/ranks.py FUNCTION FOLDER JSON
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -23,17 +22,16 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import fast
+import helpers
 import impala
 import ppg
-import ppo
-from common import checkpoint
+from common.checkpoint import Checkpoints
 from common.reward_scale import RewardNormalizer
-from common.signals import one_line_errors
-from common.world import World, init_world
+from common.session import one_line_errors
+from common.world import World
 from fast import Fork
-from helpers import estimates
 
-SCRIPTS = {script.__name__: script for script in (ppo, ppg, impala)}
+NAMED = {script.__name__: script for script in helpers.SCRIPTS}
 SPACE, ACTIONS = gym.spaces.Box(-1, 1, (5,), np.float32), gym.spaces.Discrete(4)
 T, N = 6, 8  # steps and environments (of IMPALA: unrolls) of both ranks
 # Environments of each rank, so that the two ranks' first minibatches make the joined batch's first, and so on.
@@ -53,11 +51,12 @@ CASES = {
 class Ranks:
     """Starts ranks as torchrun does, in far less time: forked, with its environment variables and a store that stays.
 
-    With `agent_store` False rank zero keeps the store, as with torchrun's static rendezvous.
+    With `agent_store` False rank zero keeps the store, as with torchrun's static rendezvous. With `hosts` it is as if
+    each rank had a machine of its own.
     """
 
-    def __init__(self, folder: Path, number: int, agent_store: bool = True):
-        self.folder, self.number, self.agent_store, self.starts = folder, number, agent_store, 0
+    def __init__(self, folder: Path, number: int, agent_store: bool = True, hosts: bool = False):
+        self.folder, self.number, self.agent_store, self.hosts, self.starts = folder, number, agent_store, hosts, 0
         if agent_store:
             self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self.port = self.store.port
@@ -66,27 +65,24 @@ class Ranks:
                 free.bind(("127.0.0.1", 0))
                 self.port = free.getsockname()[1]
 
+    def environment(self, rank: int) -> dict[str, str]:
+        local, locals_, hosts = (0, 1, self.number) if self.hosts else (rank, self.number, 1)
+        names = {"RANK": rank, "WORLD_SIZE": self.number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+        names |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": locals_, "GROUP_WORLD_SIZE": hosts}
+        names |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": self.starts - 1}
+        names |= {"TORCHELASTIC_USE_AGENT_STORE": self.agent_store}
+        names["CXX"] = "false"  # nothing to compile for vectors and small networks
+        return {name: str(value) for name, value in names.items()}
+
     @contextlib.contextmanager
     def started(self, function: Callable, *args) -> Iterator[list[Fork]]:
         """Start them for the first time, or again: each calls `function(*args)`. What is left at the end is killed."""
-        environment = {
-            "WORLD_SIZE": self.number,
-            "LOCAL_WORLD_SIZE": self.number,
-            "GROUP_WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self.port,
-            "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_RESTART_COUNT": self.starts,
-            "TORCHELASTIC_USE_AGENT_STORE": self.agent_store,
-            "CXX": "false",  # nothing to compile for vectors and small networks
-        }
         self.starts += 1
         with contextlib.ExitStack() as stack:
             forks = []
             for rank in range(self.number):
                 place = self.folder / f"start{self.starts}-rank{rank}"
-                own = {name: str(value) for name, value in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-                forks.append(stack.enter_context(Fork(place, as_rank, own, function, *args)))
+                forks.append(stack.enter_context(Fork(place, as_rank, self.environment(rank), function, *args)))
             yield forks
 
     def run(self, function: Callable, *args, statuses: list[int] | None = None) -> list[Fork]:
@@ -97,12 +93,9 @@ class Ranks:
             return forks
 
 
-def torchrun(words: list[str], environment: dict[str, str], network: str | None = None) -> None:
-    """`torchrun <words>`, but its ranks are forked from this process. `network`: the namespace of a host's network."""
-    if network:
-        with open(f"/var/run/netns/{network}") as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    os.environ.update(environment | {"OMP_NUM_THREADS": "1", "CXX": "false"})
+def torchrun(words: list[str]) -> None:
+    """`torchrun <words>`, but its ranks are forked from this process."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "CXX": "false"})
     from torch.distributed import run
 
     run.main(["--run-path", "--start-method", "fork", *words])
@@ -117,7 +110,7 @@ def as_rank(environment: dict[str, str], function: Callable, *args) -> None:
 def learn(case: str, world: World) -> torch.Tensor:
     """The parameters, float64, after learning from this rank's part of the experience that all ranks know."""
     name, settings = CASES[case]
-    script, envs = SCRIPTS[name], OF_RANK[world.world_size][world.rank]
+    script, envs = NAMED[name], OF_RANK[world.world_size][world.rank]
     torch.manual_seed(0)
     experience = [torch.randn(T + 1, N, 5, dtype=torch.float64), torch.randint(0, 4, (T, N))]
     experience += [-torch.rand(T, N, dtype=torch.float64) for _ in range(6)]
@@ -125,6 +118,7 @@ def learn(case: str, world: World) -> torch.Tensor:
     dones = (dones < -0.8).double()
     phase = SimpleNamespace(obs=torch.randn(2, T, N, 5, dtype=torch.float64)[:, :, envs])
     phase.returns = torch.randn(2, T, N).double()[:, :, envs]
+    phase.length = 2
     if name == "impala":
         args = script.Args(**{"sample_fraction": 1.0, "batch_size": len(envs), "num_steps": T} | settings)
     else:
@@ -136,20 +130,20 @@ def learn(case: str, world: World) -> torch.Tensor:
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
     with mock.patch.object(torch, "randperm", lambda n, **_: torch.arange(n)):
         if name == "impala":
-            batch = impala.Unroll(obs, actions, logprobs, rewards, dones, cut, agent.initial_state(len(envs)).double())
+            batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, agent.initial_state(len(envs)).double())
             impala.update(agent, optimizer, batch, args, world)
         elif case == "ppg-auxiliary":
             ppg.auxiliary_phase(agent, optimizer, phase, args, lambda text: None, world)
         else:
             rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
-            optimizers = (optimizer, optimizer) if name == "ppg" else optimizer
-            script.update(agent, optimizers, rollout, *estimates(rollout, advantages), args, world)
+            optimizers = [optimizer, optimizer] if name == "ppg" else [optimizer]
+            script.update(agent, *optimizers, helpers.with_advantages(rollout, advantages), args, world)
     return parameters_to_vector(agent.parameters()).detach()
 
 
 def gradients(folder: Path) -> None:
     """Every case of learning, and the statistics that are of all ranks."""
-    world, found = init_world("cpu"), {}
+    world, found = World(torch.device("cpu")), {}
     for case in CASES:
         found[case] = learn(case, world)
     rewards = np.random.default_rng(0).normal(size=(2, T, N))[..., OF_RANK[2][world.rank]]
@@ -162,11 +156,11 @@ def gradients(folder: Path) -> None:
 def train(folder: Path, settings: dict) -> None:
     """A run of a script; `kill` = [rank, step] kills that rank, once, before it has a checkpoint of that step, or if
     there is no such step, after the run. `on_rank_1` has settings for that rank alone."""
-    rank, agents, save = int(os.environ["RANK"]), [], checkpoint.Checkpoints.save
-    settings = settings | (settings.get("on_rank_1", {}) if rank == 1 else {})
-    settings.pop("on_rank_1", None)
-    script, kill = SCRIPTS[settings.pop("script")], settings.pop("kill", None)
+    rank, agents, save = int(os.environ["RANK"]), [], Checkpoints.save
+    script, kill, own = NAMED[settings.pop("script")], settings.pop("kill", None), settings.pop("on_rank_1", {})
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if rank == 1:
+        settings |= own
 
     class Agent(script.Agent):
         def __init__(self, *args):
@@ -181,7 +175,7 @@ def train(folder: Path, settings: dict) -> None:
     with (
         fast.small_networks(),
         mock.patch.object(script, "Agent", Agent),
-        mock.patch.object(checkpoint.Checkpoints, "save", save_or_die),
+        mock.patch.object(Checkpoints, "save", save_or_die),
     ):
         script.main(script.Args(**settings))
     torch.save(agents[0].state_dict(), folder / f"rank{rank}.pt")

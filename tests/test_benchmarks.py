@@ -30,8 +30,7 @@ import readme
 import run as launcher
 import scaling
 import throughput
-from common import device, session
-from common.errors import InputError
+from common import InputError, device, session
 from common.run import Run
 from common.settings import flag, parse
 from fast import Fork, run_script, small_networks

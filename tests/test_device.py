@@ -2,15 +2,16 @@
 
 import contextlib
 import ctypes
+import random
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from common import device
+from common import InputError, device
 from common.device import frame_store, keep_freed_memory, resolve_device, setup_device, to_device
-from common.errors import InputError
 from test_learning import CASES, FRAMES, learn
 
 
@@ -21,30 +22,35 @@ def test_resolve_device(monkeypatch):
     assert resolve_device("auto") == torch.device("cuda")
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     assert resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match="PyTorch sees 2 CUDA GPUs here: use --device auto or another"):
-        resolve_device("cuda:2")
     for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
         with pytest.raises(InputError, match="use auto, cpu, cuda or cuda:N"):
             resolve_device(name)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")  # ranks have a GPU each
+    for number in ("0", "1"):  # `torch.cuda.set_device` wants a number
+        monkeypatch.setenv("LOCAL_RANK", number)
+        assert resolve_device("auto") == resolve_device("cuda") == torch.device(f"cuda:{number}")
+    assert resolve_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for name in ("auto", "cuda:2"):
+        with pytest.raises(InputError, match="cuda:2: PyTorch sees 2 CUDA GPUs here: use --device auto or another"):
+            resolve_device(name)
 
 
-def test_setup_device_seeds_all_generators():
-    draws = []
+def test_setup_device(monkeypatch):
+    """All generators are seeded. With a GPU, the cores are left to the environments, unless the user says otherwise."""
+    draws, calls = [], []
     for seed in (3, 3, 4):
         setup_device("cpu", seed=seed)
-        draws.append((torch.rand(1).item(), np.random.rand()))
-    assert draws[0] == draws[1] != draws[2]
-
-
-def test_setup_device_leaves_the_cores_to_the_environments_of_a_gpu(monkeypatch):
-    calls = []
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+    assert not set(draws[0]) & set(draws[2])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: calls.append(f"{count} threads"))
     for name in ("cuda", "cuda:1"):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         setup_device(name, seed=0)
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")  # as the user says
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
         setup_device(name, seed=0)
     assert calls == [0, "1 threads", 0, 1, "1 threads", 1]
 
@@ -68,6 +74,9 @@ def test_learning_never_waits_for_the_device(script, settings, monkeypatch):
 
 def test_frames_on_disk(tmp_path):
     place = tmp_path / "runs"
+    for disk in (str(place), None):
+        with pytest.raises(InputError, match=r"lower --n-pi, --num-envs or --num-steps\.$"):
+            frame_store((2**45,), torch.uint8, torch.device("cpu"), disk)
     store = frame_store((3, 5, 7), torch.uint8, torch.device("cpu"), str(place))
     store.fill_(7)
     assert store.shape == (3, 5, 7)
@@ -75,14 +84,7 @@ def test_frames_on_disk(tmp_path):
     assert not list(place.iterdir())  # the file has no name
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(place) in line]
     assert mapped, "the frames lie in memory, not in a file"
-    floats = frame_store((2, 2), torch.float32, torch.device("cpu"), str(place))
-    assert floats.dtype == torch.float32
-
-
-@pytest.mark.parametrize("disk", [False, True])
-def test_frames_that_fit_nowhere(disk, tmp_path):
-    with pytest.raises(InputError, match=r"lower --n-pi, --num-envs or --num-steps\.$"):
-        frame_store((2**45,), torch.uint8, torch.device("cpu"), str(tmp_path) if disk else None)
+    assert frame_store((2, 2), torch.float32, torch.device("cpu"), str(place)).dtype == torch.float32
 
 
 def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatch, capsys):
@@ -104,10 +106,7 @@ def test_frames_that_do_not_fit_on_the_gpu_stay_in_pinned_host_memory(monkeypatc
 
 
 def test_to_device_pins_what_goes_to_a_gpu(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda x, device, non_blocking=False: calls.append((device, non_blocking)) or x
-    )
+    pinned = mock.Mock()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned)
     to_device(np.zeros(3), torch.device("cuda"))
-    assert calls == ["pinned", (torch.device("cuda"), True)]
+    pinned.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)

@@ -10,7 +10,6 @@ from urllib.parse import unquote
 
 import pytest
 import tyro
-from common.checkpoint import read_model
 
 import curves
 import evaluate
@@ -18,6 +17,7 @@ import impala
 import ppg
 import ppo
 import readme
+from common.checkpoint import read_model
 from common.run import ROOT
 from common.settings import parse, read_json
 

@@ -12,10 +12,10 @@ from PIL import Image
 import evaluate
 import impala
 import ppo
-from common.envs import group_seed, make_envs
-from common.errors import InputError
+from common import InputError
+from common.envs import make_envs, spread_seed
 from common.evaluation import EVALUATION, HeldOut
-from common.files import ROOT, lock_folder
+from common.run import ROOT, lock_folder
 from helpers import ALL, level_seeds, small_args
 
 pytestmark = pytest.mark.usefixtures("small_networks")
@@ -111,7 +111,7 @@ def test_a_video(bossfight, tmp_path):
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     assert len(frames) == 6
     assert frames[0].shape == (512, 1024, 3)
-    envs = make_envs("bossfight", 2, seed=group_seed(1, EVALUATION), capture_video=True)
+    envs = make_envs("bossfight", 2, seed=spread_seed(1, EVALUATION), capture_video=True)
     # the first frame is that after a step, nearly the first of all
     assert abs(frames[0].astype(float) - np.concatenate(envs.render(), axis=1)).mean() < 12
     envs.close()

@@ -11,8 +11,8 @@ import export
 import impala
 import ppg
 import ppo
-from common.errors import InputError, TrainingError
-from common.load import load_agent
+from common import InputError, TrainingError
+from common.checkpoint import load_agent
 
 CASES = {
     "frames": (ppo, {"env_id": "starpilot", "precision": "bf16"}),

@@ -14,7 +14,7 @@ import gpu_check
 import gpu_parts
 import impala
 import ppo
-from common.errors import InputError, TrainingError
+from common import InputError, TrainingError
 from common.settings import parse
 
 

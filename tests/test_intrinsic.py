@@ -13,12 +13,10 @@ from gymnasium.wrappers import TransformReward
 import impala
 import ppg
 import ppo
-from common import intrinsic
-from common.errors import InputError, TrainingError
-from common.load import load_weights
+from common import TrainingError, intrinsic
+from common.checkpoint import load_weights
 from common.reward_scale import RewardNormalizer
-from common.session import Session
-from helpers import ALL, PPO_AND_PPG, parameters
+from helpers import ALL, PPO_AND_PPG, newest, parameters
 from test_checkpoint import make_args
 from test_losses import ACTION_SPACES, VECTOR
 
@@ -28,17 +26,13 @@ T, N = 6, 4
 KINDS = pytest.mark.parametrize("kind", ["rnd", "icm"])
 
 
-def random_rollout(space=VECTOR, action_space=ACTION_SPACES["discrete"], script=ppo):
+def random_rollout(space=VECTOR, script=ppo):
     """A rollout and the observations after it."""
-    rollout = script.new_rollout(T, N, space, action_space, torch.device("cpu"))
     frames = space.dtype == np.uint8
     obs = torch.randint(0, 256, (T + 1, N, *space.shape)) if frames else torch.randn(T + 1, N, *space.shape)
-    actions = np.stack([[action_space.sample() for _ in range(N)] for _ in range(T)])
-    return rollout._replace(
-        obs=obs[:-1].to(rollout.obs.dtype), actions=torch.as_tensor(actions).to(rollout.actions.dtype),
-        rewards=torch.randn(T, N), values=torch.randn(T, N), dones=(torch.rand(T, N) < 0.3).float(),
-        truncation_values=torch.randn(T, N),
-    ), obs[-1].to(rollout.obs.dtype)  # fmt: skip
+    obs, actions = obs.to(torch.uint8 if frames else torch.float32), torch.randint(0, 4, (T, N))
+    logprobs, values, rewards, cut = torch.randn(4, T, N)
+    return script.Rollout(obs[:-1], actions, logprobs, values, rewards, (torch.rand(T, N) < 0.3).float(), cut), obs[-1]
 
 
 def envs_of(space=VECTOR, action_space=ACTION_SPACES["discrete"]):
@@ -58,9 +52,6 @@ def explored(made, rollout, last_obs):
     return found[:2]
 
 
-# ---------------------------------------------------------------------------------------------------------- the models
-
-
 def test_running_moments_are_those_of_all_observations():
     x = torch.randn(50, 3) * torch.tensor([1.0, 5.0, 0.0]) + torch.tensor([0.0, -7.0, 2.0])
     moments = intrinsic.RunningMoments((3,))
@@ -71,12 +62,18 @@ def test_running_moments_are_those_of_all_observations():
     normal = moments(x)
     np.testing.assert_allclose(normal[:, :2].mean(0), 0, atol=1e-4)
     np.testing.assert_allclose(normal[:, :2].std(0, correction=0), 1, atol=1e-3)
-    assert moments(torch.tensor([[100.0, -7.0, 2.0]]))[0, 0] == intrinsic.CLIP_OBS
-    frames = torch.full((4, 2, 2, 3), 7, dtype=torch.uint8)
-    moments = intrinsic.RunningMoments((2, 2, 3))
-    moments.update(frames)
-    assert moments(frames).dtype == torch.float32
-    assert moments(frames).abs().max() < 1e-2
+    assert moments(torch.tensor([[100.0, -7.0, 2.0]]))[0, 0] == 5  # standard deviations
+
+
+def test_channels_of_frames_come_first_or_last():
+    frames = torch.randint(0, 256, (5, 84, 80, 4), dtype=torch.uint8)
+    last, first = intrinsic.RunningMoments((84, 80, 4)), intrinsic.RunningMoments((4, 84, 80))
+    last.update(frames)
+    first.update(frames.permute(0, 3, 1, 2))
+    assert last(frames).dtype == torch.float32
+    torch.testing.assert_close(first(frames.permute(0, 3, 1, 2)), last(frames))
+    assert intrinsic.embedding(first, 8)[0].weight.shape == (32, 4, 8, 8)
+    assert intrinsic.embedding(intrinsic.RunningMoments((50, 30, 40)), 8)[0].weight.shape == (32, 40, 3, 3)
 
 
 def test_rnd_rewards_what_it_cannot_predict():
@@ -100,30 +97,26 @@ def test_icm(name):
     obs, next_obs = torch.randn(2, 8, 3)
     space.seed(0)
     actions = torch.as_tensor(np.stack([space.sample() for _ in range(8)]))
-    actions = actions if name == "discrete" else actions.float()
-    drawn = 3 * actions if name == "box" else actions
-    actions = drawn.clamp(-1, 1) if name == "box" else actions  # what the environment gets
+    inputs = F.one_hot(actions, 4).float() if name == "discrete" else actions.float()
+    drawn = actions
+    if name == "box":  # the environment gets them clipped
+        drawn = 3 * inputs
+        inputs = drawn.clamp(-1, 1)
     within = torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])
     now, then = (model.encoder(model.moments(x)) for x in (obs, next_obs))
-    inputs = F.one_hot(actions, 4).float() if name == "discrete" else actions
     errors = ((model.forward_model(torch.cat([now, inputs], 1)) - then) ** 2).sum(1) / 2
-    rewards, loss, metrics = model(obs, drawn, next_obs, within)
-    torch.testing.assert_close(rewards, errors * within)
     told = model.inverse_model(torch.cat([now, then], 1))
     if name == "discrete":
         inverse = -told.log_softmax(1)[torch.arange(8), actions]
     elif name == "multibinary":
-        inverse = -(actions * F.logsigmoid(told) + (1 - actions) * F.logsigmoid(-told)).sum(1)
+        inverse = -(inputs * F.logsigmoid(told) + (1 - inputs) * F.logsigmoid(-told)).sum(1)
     else:
-        inverse = ((told - actions) ** 2).sum(1)
-    counted = within.bool()
-    expected = 0.2 * errors[counted].mean() + 0.8 * inverse[counted].mean()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(metrics["losses/icm_forward_loss"], errors[counted].mean())
-    torch.testing.assert_close(metrics["losses/icm_inverse_loss"], inverse[counted].mean())
-
-
-# ---------------------------------------------------------------------------------------------- with a script's rollout
+        inverse = ((told - inputs) ** 2).sum(1)
+    rewards, loss, metrics = model(obs, drawn if name != "multibinary" else inputs, next_obs, within)
+    torch.testing.assert_close(rewards, errors * within)
+    forward, inverse = (each[within.bool()].mean() for each in (errors, inverse))
+    torch.testing.assert_close(loss, 0.2 * forward + 0.8 * inverse)
+    torch.testing.assert_close(metrics, {"losses/icm_forward_loss": forward, "losses/icm_inverse_loss": inverse})
 
 
 @KINDS
@@ -145,16 +138,6 @@ def test_rewards_are_of_each_step_and_go_on_across_episodes(kind, space):
     moments = intrinsic.RunningMoments(space.shape)
     moments.update(next_obs.flatten(0, 1))
     torch.testing.assert_close(made.model.moments.mean, moments.mean)
-
-
-def test_channels_may_come_first():
-    frames = torch.randint(0, 256, (5, 84, 80, 4))
-    last, first = intrinsic.RunningMoments((84, 80, 4)), intrinsic.RunningMoments((4, 84, 80))
-    last.update(frames)
-    first.update(frames.permute(0, 3, 1, 2))
-    torch.testing.assert_close(first(frames.permute(0, 3, 1, 2)), last(frames))
-    assert intrinsic.embedding(first, 8)[0].weight.shape == (32, 4, 8, 8)
-    assert intrinsic.embedding(intrinsic.RunningMoments((50, 30, 40)), 8)[0].weight.shape == (32, 40, 3, 3)
 
 
 @KINDS
@@ -187,9 +170,8 @@ def test_the_model_learns_from_the_rollout(kind):
     made = make(kind, learning_rate=3e-3)
     rollout, last_obs = random_rollout()
     history = [made(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae)[2] for _ in range(30)]
-    losses = {"rnd": ["losses/rnd_loss"], "icm": ["losses/icm_forward_loss", "losses/icm_inverse_loss"]}[kind]
-    for tag in losses:
-        assert history[-1][tag] < 0.3 * history[0][tag]
+    for tag in ["rnd_loss"] if kind == "rnd" else ["icm_forward_loss", "icm_inverse_loss"]:
+        assert history[-1][f"losses/{tag}"] < 0.3 * history[0][f"losses/{tag}"]
     steps = {int(state["step"]) for state in made.optimizer.state.values()}
     assert steps == {30 * 3 * 2}
     learning = {name for name, parameter in made.named_parameters() if parameter.requires_grad}
@@ -197,32 +179,22 @@ def test_the_model_learns_from_the_rollout(kind):
     assert not any("target" in name for name in learning)
 
 
-@pytest.mark.parametrize(("script", "epochs"), [(ppo, 5), (ppg, 4)], ids=["ppo", "ppg"])
-def test_epochs_are_those_of_the_script(script, epochs, tmp_path, monkeypatch):
-    made = []
-    init = intrinsic.Intrinsic.__init__
-    monkeypatch.setattr(
-        intrinsic.Intrinsic, "__init__", lambda self, *args: (init(self, *args), made.append(self.epochs))[0]
-    )
-    passes = {"update_epochs": 5} if script is ppo else {"e_policy": 1, "e_value": 4}
-    script.main(make_args(script, tmp_path, intrinsic_reward="rnd", total_timesteps=32, **passes))
-    assert made == [epochs]
+@pytest.mark.parametrize(
+    ("script", "passes"), [(ppo, {"update_epochs": 5}), (ppg, {"e_policy": 1, "e_value": 5})], ids=["ppo", "ppg"]
+)
+def test_epochs_are_those_of_the_script(script, passes, tmp_path):
+    path = script.main(make_args(script, tmp_path, intrinsic_reward="rnd", total_timesteps=32, **passes))
+    states = newest(path)["ranks"][0]["intrinsic"]["optimizer"]["state"].values()
+    assert {int(state["step"]) for state in states} == {5 * 2}  # minibatches
 
 
 def test_the_value_function_learns_the_intrinsic_returns():
-    made = make("rnd", learning_rate=3e-3)
+    made, returns = make("rnd", learning_rate=3e-3), torch.randn(T, N)
     rollout, last_obs = random_rollout()
-    next_obs, returns = torch.cat([rollout.obs, last_obs[None]])[1:], torch.randn(T, N)
+    next_obs = torch.cat([rollout.obs, last_obs[None]])[1:]
     transitions = [x.flatten(0, 1) for x in (rollout.obs, rollout.actions, next_obs, 1 - rollout.dones)]
-    errors = []
-    for _ in range(60):
-        made.learn(transitions, returns)
-        with torch.no_grad():
-            errors.append((made.value(rollout.obs.flatten(0, 1)) - returns.flatten()).square().mean())
+    errors = [made.learn(transitions, returns)["losses/intrinsic_value_loss"] for _ in range(60)]
     assert errors[-1] < 0.1 * errors[0]
-
-
-# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 @PPO_AND_PPG
@@ -297,28 +269,3 @@ def test_broken_intrinsic_networks_are_not_saved(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=r"^intrinsic\.value\.1\.0\.bias is .* step 32"):
         ppo.main(make_args(ppo, tmp_path, intrinsic_reward="rnd"))
     assert not list(tmp_path.glob("*/checkpoints/*"))
-
-
-@PPO_AND_PPG
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"pretraining": True}, "--pretraining is for intrinsic rewards: add --intrinsic-reward rnd or icm"),
-        ({"intrinsic_coef": 5.0}, "--intrinsic-coef is for intrinsic rewards: add --intrinsic-reward rnd or icm"),
-        ({"intrinsic_gamma": 0.9}, "--intrinsic-gamma is for intrinsic rewards: add --intrinsic-reward rnd or icm"),
-        ({"intrinsic_reward": "rnd", "intrinsic_gamma": 1.0}, "--intrinsic-gamma 1 cannot work"),
-        ({"intrinsic_reward": "rnd", "pretraining": True, "intrinsic_coef": 0.0}, "has nothing to learn from"),
-        ({"init_heads": "reset"}, "--init-heads is for .* add --init-from"),
-    ],
-    ids=str,
-)
-def test_bad_input(script, settings, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        script.main(make_args(script, tmp_path / "runs", **settings))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_several_ranks_are_refused():
-    session = SimpleNamespace(args=ppo.Args(intrinsic_reward="rnd"), world=SimpleNamespace(world_size=2))
-    with pytest.raises(InputError, match="without torchrun"):
-        Session.make_intrinsic(session, None, epochs=1)

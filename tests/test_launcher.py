@@ -24,8 +24,8 @@ import collect
 import fast
 import ppo
 import run as launcher
-from common.errors import InputError
-from common.files import ROOT, lock_folder
+from common import InputError
+from common.run import ROOT, lock_folder
 from helpers import wait_until
 
 SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]

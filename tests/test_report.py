@@ -18,8 +18,8 @@ import phases
 import ppo
 import readme
 import report
-from common.errors import InputError
-from common.scores import normalized
+from common import InputError
+from common.evaluation import normalized
 from helpers import small_args
 from test_run import read_scalars
 

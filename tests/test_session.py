@@ -1,10 +1,11 @@
 """What the scripts share around their loops: settings and their command line, the end of a run, its metrics."""
 
 import dataclasses
+import inspect
+import json
 import math
 import re
-from types import SimpleNamespace
-from typing import Literal, get_origin
+from typing import Literal, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -12,13 +13,10 @@ import torch
 import impala
 import ppg
 import ppo
-from common import settings
-from common.checkpoint import Checkpoints
-from common.envs import EnvGroups, Envs
-from common.errors import InputError, TrainingError
-from common.provenance import command
-from common.run import Run, require_finite
-from common.settings import parse
+from common import InputError, TrainingError, settings
+from common.envs import Envs
+from common.run import Run, command
+from common.settings import parse, preset_args
 from helpers import ALL, small_args
 
 
@@ -28,42 +26,22 @@ def make_args(script, runs_dir, **settings):
     return small_args(script, runs_dir, sizes, **settings)
 
 
-# -------------------------------------------------------------------------------------------------------- end of a run
-
-
 @pytest.fixture
 def left_open(monkeypatch):
     """The environments that have been made and not been closed, as it changes."""
-    envs = []
-    for kind in (Envs, EnvGroups):
-
-        def init(self, *args, original=kind.__init__):
-            original(self, *args)
-            envs.append(self)
-
-        def close(self, original=kind.close, **kwargs):
-            original(self, **kwargs)
-            if self in envs:
-                envs.remove(self)
-
-        monkeypatch.setattr(kind, "__init__", init)
-        monkeypatch.setattr(kind, "close", close)
+    envs, init, close = [], Envs.__init__, Envs.close
+    monkeypatch.setattr(Envs, "__init__", lambda self, *args: (init(self, *args), envs.append(self))[0])
+    monkeypatch.setattr(Envs, "close", lambda self, **kw: (close(self, **kw), self in envs and envs.remove(self))[0])
     return envs
 
 
 @pytest.mark.parametrize(
-    ("script", "changes"),
-    [
-        (ppo, {}),
-        (ppo, {"num_env_groups": 2}),
-        (ppg, {}),
-        (impala, {}),
-        (impala, {"num_actors": 2, "queue_size": 4}),
-    ],
-    ids=["ppo", "ppo groups", "ppg", "impala", "impala actors"],
+    ("script", "num_made", "changes"),
+    [(ppo, 2, {}), (ppg, 2, {}), (impala, 2, {}), (impala, 3, {"num_actors": 2, "queue_size": 4})],
+    ids=["ppo", "ppg", "impala", "impala actors"],
 )
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_closes_environments_and_evaluator(script, changes, error, left_open, tmp_path, monkeypatch):
+def test_an_error_closes_environments_and_evaluator(script, num_made, changes, error, left_open, tmp_path, monkeypatch):
     update, opened = script.update, []
 
     def fail(*args):
@@ -75,7 +53,7 @@ def test_an_error_closes_environments_and_evaluator(script, changes, error, left
     monkeypatch.setattr(script, "update", fail)
     with pytest.raises(error, match="in mid-run"):
         script.main(make_args(script, tmp_path, eval_interval=16, eval_episodes=1, **changes))
-    assert len(opened) == {"num_env_groups": 4, "num_actors": 3}.get(next(iter(changes), ""), 2)
+    assert len(opened) == num_made
     assert not left_open
 
 
@@ -97,135 +75,107 @@ def test_a_part_of_the_actors_that_fails_is_a_training_error(tmp_path, monkeypat
         impala.main(make_args(impala, tmp_path, num_actors=1))
 
 
-# ------------------------------------------------------------------------------------------------------------- metrics
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """The names of the methods by which the host has read a tensor: on a GPU, each waits for the device."""
-    made = []
+@ALL
+def test_an_iteration_reads_its_metrics_once(script, tmp_path, monkeypatch):
+    """On a GPU, each read waits for the device."""
+    log, reads, counts = Run.log, [], []
 
     def spy(name):
         original = getattr(torch.Tensor, name)
-        return lambda tensor, *args, **kwargs: made.append(name) or original(tensor, *args, **kwargs)
+        return lambda tensor, *args, **kwargs: reads.append(name) or original(tensor, *args, **kwargs)
 
-    for name in ("tolist", "item", "__float__", "__int__", "__bool__", "numpy", "cpu"):
-        monkeypatch.setattr(torch.Tensor, name, spy(name))
-    return made
-
-
-@pytest.mark.quick
-def test_metrics_are_read_in_one_transfer(reads):
-    tensors = {f"losses/{n}": torch.tensor(n + 0.1) for n in range(5)}
-    metrics = {"a": 2.5} | tensors | {"b": torch.tensor(7), "c": torch.tensor(0.1, dtype=torch.float64), "d": 3.5}
-    values = require_finite(3, metrics)
-    assert reads == ["tolist"]
-    assert list(values) == list(metrics)
-    assert values == {tag: float(value) for tag, value in metrics.items()}
-    assert require_finite(3, {"a": 1.0}) == {"a": 1.0}
-
-
-@ALL
-def test_an_iteration_reads_its_metrics_once(script, reads, tmp_path, monkeypatch):
-    log, counts = Run.log, []
-
-    def spy(self, *args):
+    def count(self, *args):
         reads.clear()
         log(self, *args)
         counts.append(len(reads))
 
-    monkeypatch.setattr(Run, "log", spy)
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__", "numpy", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, spy(name))
+    monkeypatch.setattr(Run, "log", count)
     script.main(make_args(script, tmp_path))
     assert counts == [1, 1, 1]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("part", "name"), [("agent", "agent.weight"), ("intrinsic", "intrinsic.weight"), ("other", "other.weight")]
-)
-def test_nan_in_any_network_is_found(part, name, value):
-    """Also where networks have parameters of the same names."""
-    parts = {key: torch.nn.Linear(2, 2) for key in ("agent", "intrinsic", "other")} | {"optimizer": SimpleNamespace()}
-    parts[part].weight.data[0, 1] = value
-    with pytest.raises(TrainingError, match=f"^{name} is {value} at step 1,024$"):
-        Checkpoints.save(SimpleNamespace(parts=parts), 1024)
-
-
-# -------------------------------------------------------------------------------------------------------- command line
 
 
 @ALL
 def test_help(script, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as end:
-        parse(script.Args, default=script.Args(), words=["--help"])
+        parse(script.Args, ["--help"])
     assert not end.value.code
     shown = capsys.readouterr()
     assert not shown.err
     titles = re.findall(r"^(?:╭─)? ((?:[\w-]+ )?options)(?: ─+╮| *)$", shown.out, re.M)
-    groups = ["environment", "algorithm", "network", "evaluation", "intrinsic-rewards", "run"]
-    if script is not ppo:
-        groups.insert(0, "preset")
-    if script is impala:
-        groups.remove("intrinsic-rewards")
-    assert titles == ["options", *(f"{title} options" for title in groups)]
+    groups = ["algorithm", "environment", "network", "intrinsic-rewards", "run"]
+    lacking = {impala: "intrinsic-rewards"}.get(script)
+    assert titles == ["options", *(f"{title} options" for title in groups if title != lacking)]
     _, description, *_ = shown.out.split("\n\n")
     assert " ".join(description.split()) == script.__doc__.splitlines()[0]
-    texts = {name: text for section in settings.sections(script.Args).values() for name, text in section.items()}
     content = re.sub(r"[\s│]", "", shown.out)
-    assert texts.keys() == {field.name for field in dataclasses.fields(script.Args)}
-    for name, text in texts.items():
+    for name in (field.name for field in dataclasses.fields(script.Args)):
+        text = help_of(script.Args, name)
         assert f"--{name.replace('_', '-')}" in content
-        assert re.sub(r"\s", "", text) in content, name
         assert text, name
+        assert re.sub(r"\s", "", text) in content, name
 
 
-@pytest.mark.parametrize("words", [["--baseline-coef", "0.7"], ["--baseline-coef=0.7"], ["--vf-coef", "0.7"]])
-def test_baseline_coef_is_another_name_of_vf_coef(words):
-    args = parse(impala.Args, default=impala.Args(), words=["--seed", "3", *words, "--env-id", "x"])
-    assert args == impala.Args(seed=3, vf_coef=0.7, env_id="x")
+def help_of(args_class, name):
+    """The string below the declaration of a setting, of the last class that declares it."""
+    for parent in args_class.__mro__:
+        declared = re.search(rf'^    {name}: .+\n    """([^"]+)"""', inspect.getsource(parent), re.M)
+        if declared:
+            return declared[1]
 
 
-def test_presets_are_defaults():
-    """Flags beside a preset win, also with appo's value; Args does as the command line; the command repeats a run."""
-    paper = impala.Args(preset="paper", learning_rate=1e-3)
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("--seed 3 --baseline-coef 0.7 --env-id x", {"seed": 3, "vf_coef": 0.7, "env_id": "x"}),
+        ("--baseline-coef=0.7", {"vf_coef": 0.7}),
+        ("--vf-coef 0.7", {"vf_coef": 0.7}),
+        ("--preset paper --learning-rate 1e-3", {"preset": "paper", "learning_rate": 1e-3}),
+        ("--learning-rate=1e-3 --preset=paper", {"preset": "paper", "learning_rate": 1e-3}),
+        ("--preset appo --preset=paper", {"preset": "paper"}),  # of several the last one counts
+    ],
+)
+def test_words_that_are_more_than_a_flag(words, given):
+    """Another project's name of a flag, and presets."""
+    expected = preset_args(impala.Args, **given) if "preset" in given else impala.Args(**given)
+    assert parse(impala.Args, words.split()) == expected
+
+
+def test_presets_are_defaults(tmp_path, capsys):
+    """Flags beside a preset win, also with appo's value; the command repeats a run."""
+    paper = preset_args(impala.Args, "paper", learning_rate=1e-3)
     assert (paper.num_steps, paper.learning_rate, paper.exp_name) == (20, 1e-3, "impala-paper")
-    for words in (["--preset", "paper", "--learning-rate", "1e-3"], ["--learning-rate=1e-3", "--preset=paper"]):
-        assert parse(impala.Args, default=impala.Args(), words=words) == paper
     assert command(paper, "impala.py") == "python impala.py --preset paper --learning-rate 0.001"
     assert command(impala.Args(), "impala.py") == "python impala.py"
-    assert impala.Args(**dataclasses.asdict(paper)) == dataclasses.replace(paper) == paper
-    assert (impala.Args().title, paper.title, ppo.Args().title) == ("IMPALA (APPO)", "IMPALA (paper)", "ppo")
-    openai = ppg.Args(preset="paper", e_aux=3)
+    assert impala.Args(**dataclasses.asdict(paper)) == paper
+    assert [each.exp_name for each in (impala.Args(), ppg.Args(), ppo.Args())] == ["impala-appo", "ppg", "ppo"]
+    openai = preset_args(ppg.Args, "paper", e_aux=3)
     assert (openai.arch, openai.whole_rollouts, openai.n_pi, openai.e_aux) == ("dual", True, 32, 3)
     assert openai.exp_name == "ppg-paper"
     assert command(openai, "ppg.py") == "python ppg.py --preset paper --e-aux 3"
-
-
-def test_of_several_presets_the_last_one_counts():
-    words = ["--preset", "appo", "--preset=paper"]
-    assert parse(impala.Args, default=impala.Args(), words=words) == impala.Args(preset="paper")
-
-
-def test_help_shows_the_defaults_of_a_preset(capsys):
+    (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(impala.Args(seed=3))))
+    changed = parse(impala.Args, ["--resume", str(tmp_path), "--preset", "paper"])
+    assert changed == impala.Args(seed=3, preset="paper", resume=str(tmp_path))  # which `--resume` refuses
     with pytest.raises(SystemExit):
-        parse(impala.Args, default=impala.Args(), words=["--preset", "paper", "--help"])
+        parse(impala.Args, ["--preset", "paper", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "steps of an unroll (T) (default: 20)" in shown
-    assert shown.index("--preset") < shown.index("--env-id")
 
 
-def test_a_resumed_run_keeps_its_preset():
-    saved = impala.Args(seed=3)
-    changed = parse(impala.Args, default=saved, words=["--preset", "paper"])
-    assert changed == dataclasses.replace(saved, preset="paper")  # which `--resume` refuses
+def test_what_a_preset_is_not_is_told(tmp_path, capsys):
+    small = {"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 4, "total_timesteps": 16, "device": "cpu"}
+    small |= {"batch_size": 4, "num_actors": 0, "runs_dir": str(tmp_path)}
+    impala.main(preset_args(impala.Args, "paper", **small, num_minibatches=2, exp_name="mine"))
+    note = "note: --preset paper with other values of --num-steps, --batch-size, --num-minibatches\n"
+    assert capsys.readouterr().err == note
+    impala.main(impala.Args(**small, num_minibatches=2))
+    assert not capsys.readouterr().err
 
-
-# -------------------------------------------------------------------------------------------------------------- limits
 
 LIMITS = {  # settings: values within their limits, and outside
-    "num_envs num_env_groups total_timesteps num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
+    "num_envs total_timesteps num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
     "max_grad_norm target_kl feature_dim hidden_dim eval_episodes micro_batch_size keep_checkpoints e_policy e_value "
     "kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum batch_size queue_size log_interval": (
         [1, 1e-9], [0, -1]
@@ -241,33 +191,19 @@ LIMITS = {  # settings: values within their limits, and outside
 
 @pytest.mark.quick
 @ALL
-def test_limits_belong_to_the_fields(script):
-    names = {field.name for field in dataclasses.fields(script.Args)}
+def test_limits_and_choices_belong_to_the_fields(script):
+    """A number without limits is checked elsewhere: Procgen's threads, by the environments; the bounds of V-trace."""
+    hints = get_type_hints(script.Args)
+    numbers = {name for name, hint in hints.items() if "int" in str(hint) or "float" in str(hint)}
+    elsewhere = {"num_threads"} | ({"rho_bar", "c_bar", "pg_rho_bar"} if script is impala else set())
+    assert numbers - set(" ".join(LIMITS).split()) == elsewhere
     for limited, (inside, outside) in LIMITS.items():
-        for name in names & set(limited.split()):
+        for name in numbers & set(limited.split()):
             for value in inside:
                 settings.check_limits(script.Args(**{name: value}))
             for value in (*outside, math.nan, math.inf, -math.inf):
                 with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} {value} cannot work: use "):
                     script.Args(**{name: value}).validate()
-
-
-@pytest.mark.quick
-@ALL
-def test_a_number_without_limits_is_checked_elsewhere(script):
-    """Or any would do: Procgen's threads, by the environments; the bounds of V-trace."""
-    numbers = set()
-    for field in dataclasses.fields(script.Args):
-        hint = str(settings.get_type_hints(script.Args)[field.name])
-        numbers |= {field.name} if "int" in hint or "float" in hint else set()
-    elsewhere = {"num_threads"} | ({"rho_bar", "c_bar", "pg_rho_bar"} if script is impala else set())
-    assert numbers - set(" ".join(LIMITS).split()) == elsewhere
-
-
-@pytest.mark.quick
-@ALL
-def test_choices_belong_to_the_fields(script):
-    hints = settings.get_type_hints(script.Args)
     choices = [name for name, hint in hints.items() if get_origin(hint) is Literal]
     assert {"precision", "init_fn", "norm_reward", "init_heads", "accelerate", "distribution_mode"} < {*choices}
     for name in choices:
