@@ -168,7 +168,7 @@ def check_envs(
     if not procgen and len(games) > 1:
         raise unknown_env(env_id)
     if num_envs % len(games):
-        raise InputError(f"--num-envs {num_envs} cannot be shared by {len(games)} games: use a multiple of that.")
+        raise InputError(f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}.")
     if not procgen:
         only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
         wrong = {only: (distribution_mode, num_levels, start_level) != ("easy", 0, 0)}

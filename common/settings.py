@@ -174,6 +174,8 @@ def check_limits(args: Any) -> None:
             choices = get_args(each) if get_origin(each) is Literal else [value]
             if value not in choices:
                 raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(map(str, choices))}.")
+            if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
+                raise InputError(f"{flag(name)} {value} is too large.")
             for limits in getattr(each, "__metadata__", ()):
                 if isinstance(limits, Limits) and not limits.holds(value):
                     raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")

@@ -27,7 +27,7 @@ from common import InputError, run
 from common.checkpoint import load_agent
 from common.device import resolve_precision
 from common.run import ROOT
-from common.settings import parse
+from common.settings import parse, preset_args
 from helpers import ALL, SCRIPTS, flags, read_csv, read_json, read_scalars, small_args
 
 NUM_ENVS, NUM_STEPS = 4, 64
@@ -48,7 +48,7 @@ def make_args(script, runs_dir, **settings):
 
 def parsed(script, words):
     """The settings that a command line gives."""
-    return parse(script.Args, default=script.Args(), words=words)
+    return parse(script.Args, words)
 
 
 @pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
@@ -67,7 +67,7 @@ def finished(request, tmp_path_factory):
         patch.setattr(run, "LINE_SECONDS", 0)
         start = time.time()
         path = script.main(args)
-    args = dataclasses.replace(args, precision=resolve_precision("auto", "cpu"))  # what it was made with, it records
+    args = dataclasses.replace(args, precision=resolve_precision("auto", torch.device("cpu")))  # what it was made with, it records
     times = {"start": start, "end": time.time()}
     return SimpleNamespace(script=script, args=args, path=path, agent=agents[0], output=output.getvalue(), **times)
 
@@ -109,13 +109,14 @@ def test_command_repeats_every_setting(script):
         elif get_origin(hint) is Literal:
             value = next(option for option in get_args(hint) if option != field.default)
         elif str in (hint, *get_args(hint)):
-            value = "it's a folder/$HOME/*"
+            value = "auto" if field.name == "resume" else "it's a folder/$HOME/*"
         elif float in (hint, *get_args(hint)):
             value = (field.default or 0.5) / 2e7
         else:
             value = int(field.default or 1) + 1
         assert value != field.default
-        assert len(flags(script.Args(**{field.name: value}))) == (1 if hint is bool else 2)
+        args = preset_args(script.Args, value) if field.name == "preset" else script.Args(**{field.name: value})
+        assert len(flags(args)) == (1 if hint is bool else 2)
         values[field.name] = value
     for args in (script.Args(**values), script.Args(max_grad_norm=None, seed=0, capture_video=True)):
         assert parsed(script, flags(args)) == args
@@ -252,7 +253,7 @@ def test_plain_progress_lines(finished):
     """Whenever an episode ends, not once an iteration."""
     header, *lines, done = finished.output.splitlines()
     number = sum(value.numel() for value in finished.agent.parameters())
-    title = f"{finished.script.Args().title} on CartPole-v1"
+    title = f"{finished.script.Args().exp_name} on CartPole-v1"
     for part in (title, "seed 3", "1,024 steps", "cpu", f" {number:,} parameters", f"runs/{finished.path.name}"):
         assert part in header
     pattern = r"([\d,]+)/1,024  \d+ steps/s  return [\d.]+  ETA 0:\d\d h(  aux\. phase 1/1)?"
