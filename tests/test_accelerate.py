@@ -1,6 +1,7 @@
 """Modules of kernels take the place of just what they compute: networks as written against themselves, accelerated."""
 
 import copy
+import ctypes
 import gc
 import io
 import random
@@ -20,6 +21,7 @@ import ppo
 from common import TrainingError, fast
 from common.fast import accelerate, graphs, kernels, modules
 from common.fast.graphs import Playback, Recorded, RecordedEncode, record_calls, with_aliases
+from common.fast.memory import keep_freed_memory
 from test_learning import CASES, SMALL, learn
 
 
@@ -756,3 +758,9 @@ def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):
     accelerate(agent, "compile")
     frames = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8)
     torch.testing.assert_close(agent.encoder(frames), theirs(frames))
+
+
+def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    keep_freed_memory()
+    assert "mallopt" in capsys.readouterr().err

@@ -38,7 +38,7 @@ from common.settings import parse
 from conftest import SpoiltEnv
 from helpers import ALL, SCRIPTS, checkpoints, flags, newest, parameters, read_csv, read_json, read_scalars, resumed_at
 
-AUTO = resolve_precision("auto", "cpu")
+AUTO = resolve_precision("auto", torch.device("cpu"))
 OTHER = "fp32" if AUTO == "bf16" else "bf16"
 GAMES = {"env_id": "bossfight,fruitbot", "feature_dim": 16}  # only Procgen is put back where it was
 NEVER = {"checkpoint_interval": 1e9}

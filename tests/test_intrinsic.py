@@ -46,10 +46,12 @@ def make(kind, space=VECTOR, script=ppo, epochs=3, **settings):
 
 
 def explored(made, rollout, last_obs):
-    """The rollout with intrinsic rewards, and the values after it, as `compute_gae` gets them."""
-    found = []
-    made(rollout, last_obs, torch.zeros(T, N), lambda *args: found.extend(args) or torch.zeros(T, N))
-    return found[:2]
+    """The rollout with intrinsic rewards and values, in which no episode ends, and the values after it."""
+    found, zeros = [], torch.zeros(T, N)
+    made.estimate_advantages = lambda *args: found.extend(args) or zeros
+    made(rollout, last_obs, zeros)
+    rewards, values, last_value = found
+    return rollout._replace(rewards=rewards, values=values, dones=zeros, truncation_values=zeros), last_value
 
 
 def test_running_moments_are_those_of_all_observations():
@@ -133,8 +135,6 @@ def test_rewards_are_of_each_step_and_go_on_across_episodes(kind, space):
         torch.testing.assert_close(novelty.values[2], made.value(rollout.obs[2]))
     scaled = RewardNormalizer(N, 0.99, clip=math.inf)(raw.numpy(), np.zeros((T, N)))  # no episode ends
     np.testing.assert_allclose(novelty.rewards, scaled, rtol=1e-4)
-    assert not novelty.dones.any()
-    assert not novelty.truncation_values.any()
     moments = intrinsic.RunningMoments(space.shape)
     moments.update(next_obs.flatten(0, 1))
     torch.testing.assert_close(made.model.moments.mean, moments.mean)
@@ -155,7 +155,7 @@ def test_advantages_are_joined(kind, script):
         novelty, last_value = explored(twin, rollout, last_obs)
         intrinsic_advantages = script.compute_gae(novelty, last_value, 0.8, 0.95)
         made.learn = lambda transitions, returns: learnt.append(returns) or {}
-        *found[pretraining], metrics = made(rollout, last_obs, advantages, script.compute_gae)
+        *found[pretraining], metrics = made(rollout, last_obs, advantages)
         torch.testing.assert_close(learnt.pop(), intrinsic_advantages + novelty.values)
         torch.testing.assert_close(metrics["charts/intrinsic_reward"], novelty.rewards.mean())
     torch.testing.assert_close(found[False][0], advantages + 3 * intrinsic_advantages)
@@ -169,7 +169,7 @@ def test_the_model_learns_from_the_rollout(kind):
     """What it is shown again and again is new no more: `epochs` x minibatches of steps a call."""
     made = make(kind, learning_rate=3e-3)
     rollout, last_obs = random_rollout()
-    history = [made(rollout, last_obs, torch.zeros(T, N), ppo.compute_gae)[2] for _ in range(30)]
+    history = [made(rollout, last_obs, torch.zeros(T, N))[2] for _ in range(30)]
     for tag in ["rnd_loss"] if kind == "rnd" else ["icm_forward_loss", "icm_inverse_loss"]:
         assert history[-1][f"losses/{tag}"] < 0.3 * history[0][f"losses/{tag}"]
     steps = {int(state["step"]) for state in made.optimizer.state.values()}
@@ -184,7 +184,7 @@ def test_the_model_learns_from_the_rollout(kind):
 )
 def test_epochs_are_those_of_the_script(script, passes, tmp_path):
     path = script.main(make_args(script, tmp_path, intrinsic_reward="rnd", total_timesteps=32, **passes))
-    states = newest(path)["ranks"][0]["intrinsic"]["optimizer"]["state"].values()
+    states = newest(path)["parts"]["intrinsic"]["_extra_state"]["optimizer"]["state"].values()
     assert {int(state["step"]) for state in states} == {5 * 2}  # minibatches
 
 
