@@ -112,17 +112,13 @@ def learn(case: str, world: World) -> torch.Tensor:
     name, settings = CASES[case]
     script, envs = NAMED[name], OF_RANK[world.world_size][world.rank]
     torch.manual_seed(0)
-    experience = [torch.randn(T + 1, N, 5, dtype=torch.float64), torch.randint(0, 4, (T, N))]
-    experience += [-torch.rand(T, N, dtype=torch.float64) for _ in range(6)]
+    experience = torch.randn(T + 1, N, 5).double(), torch.randint(0, 4, (T, N)), *-torch.rand(6, T, N).double()
     obs, actions, logprobs, values, rewards, dones, cut, advantages = (x[:, envs] for x in experience)
     dones = (dones < -0.8).double()
-    phase = SimpleNamespace(obs=torch.randn(2, T, N, 5, dtype=torch.float64)[:, :, envs])
+    phase = SimpleNamespace(obs=torch.randn(2, T, N, 5).double()[:, :, envs], length=2)
     phase.returns = torch.randn(2, T, N).double()[:, :, envs]
-    phase.length = 2
-    if name == "impala":
-        args = script.Args(**{"sample_fraction": 1.0, "batch_size": len(envs), "num_steps": T} | settings)
-    else:
-        args = script.Args(**{"num_envs": len(envs), "num_steps": T} | settings)
+    sizes = {"sample_fraction": 1.0, "batch_size": len(envs)} if name == "impala" else {"num_envs": len(envs)}
+    args = script.Args(num_steps=T, **sizes, **settings)
     args.num_aux_rollouts = getattr(args, "num_aux_rollouts", 0) // world.world_size
     torch.manual_seed(world.rank)  # other parameters on each rank, until those of rank zero are sent
     agent = script.Agent(SPACE, ACTIONS, args).double()
@@ -167,16 +163,12 @@ def train(folder: Path, settings: dict) -> None:
             super().__init__(*args)
             agents.append(self)
 
-    def save_or_die(checkpoints, step):
+    def die(checkpoints, step):
         if kill == [rank, step] and first:
             os.kill(os.getpid(), signal.SIGKILL)
         save(checkpoints, step)
 
-    with (
-        fast.small_networks(),
-        mock.patch.object(script, "Agent", Agent),
-        mock.patch.object(Checkpoints, "save", save_or_die),
-    ):
+    with fast.small_networks(), mock.patch.multiple(script, Agent=Agent), mock.patch.object(Checkpoints, "save", die):
         script.main(script.Args(**settings))
     torch.save(agents[0].state_dict(), folder / f"rank{rank}.pt")
     if kill == [rank, None] and first:
