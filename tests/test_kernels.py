@@ -78,23 +78,18 @@ def pooled(pool, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch
     return y.detach(), x.grad
 
 
+@both_dtypes
 @pytest.mark.parametrize("channels", [16, 32, 48])
 @SIDES
-def test_float32_equals_pytorch_bit_for_bit(channels, height, width):
+def test_max_pooling_equals_pytorchs_bit_for_bit(dtype, channels, height, width):
+    """In bfloat16, gradients are summed in float32. In float32 whole numbers have sums that no order changes."""
     torch.manual_seed(0)
-    x = frames(3, channels, height, width)
-    dy = torch.randint(-8, 9, reference(x).shape).float()  # whole numbers: their sums do not depend on the order
-    for ours, theirs in zip(pooled(max_pool, x, dy), pooled(reference, x, dy), strict=True):
-        assert torch.equal(ours, theirs)
-        assert ours.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_bfloat16_sums_gradients_in_float32():
-    torch.manual_seed(0)
-    x = frames(4, 16, 64, 64, dtype=torch.bfloat16)
-    dy = torch.randn(reference(x).shape).to(torch.bfloat16)
+    x = frames(3, channels, height, width, dtype=dtype)
+    dy = torch.randint(-8, 9, reference(x).shape) if dtype == torch.float32 else torch.randn(reference(x).shape)
+    dy = dy.to(dtype)
     for ours, theirs in zip(pooled(max_pool, x, dy), pooled(reference, x.float(), dy.float()), strict=True):
-        assert torch.equal(ours, theirs.to(torch.bfloat16))
+        assert torch.equal(ours, theirs.to(dtype))
+        assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
 @both_dtypes
@@ -158,24 +153,23 @@ def test_convolution_and_pooling_of_rgb(dtype, channels, height, width, ran, mon
         assert torch.equal(run(x, ours), y)
 
 
-@pytest.mark.parametrize(
-    ("x", "expected"),
-    [
-        (rgb(2, 8, 8), ["conv_pool_forward_3_float32"]),
-        (rgb(2, 8, 8).contiguous(), []),  # PyTorch's convolution keeps that layout
-        (rgb(2, 8, 8, torch.float64), []),
-        (rgb(0, 8, 8), ["conv_pool_forward_3_float32"]),
-        (rgb(2, 8, 8)[:, :1].contiguous(memory_format=torch.channels_last), ["pool_forward_float32"]),
-        (rgb(2, 8, 8).requires_grad_(), ["pool_forward_float32"]),
-    ],
-    ids=["RGB", "contiguous", "float64", "no frames", "grey", "needs a gradient"],
-)
+RGB_KERNEL, POOL_KERNEL = ["conv_pool_forward_3_float32"], ["pool_forward_float32"]
+INPUTS = {
+    "RGB": (rgb(2, 8, 8), RGB_KERNEL),
+    "contiguous": (rgb(2, 8, 8).contiguous(), []),  # PyTorch's convolution keeps that layout
+    "float64": (rgb(2, 8, 8, torch.float64), []),
+    "no frames": (rgb(0, 8, 8), RGB_KERNEL),
+    "grey": (rgb(2, 8, 8)[:, :1].contiguous(memory_format=torch.channels_last), POOL_KERNEL),
+    "needs a gradient": (rgb(2, 8, 8).requires_grad_(), POOL_KERNEL),
+}
+
+
+@pytest.mark.parametrize(("x", "expected"), INPUTS.values(), ids=INPUTS)
 def test_which_kernels_run(x, expected, ran, monkeypatch):
     layer = nn.Conv2d(x.shape[1], 16, 3, padding=1).to(x.dtype)
     torch.testing.assert_close(run(x, layer), reference(layer(x)))
     assert ran == expected
-    call = kernels.call
-    taps = []
+    call, taps = kernels.call, []
     monkeypatch.setattr(kernels, "call", lambda name, *given: taps.append(given[-5]) or call(name, *given))
     assert run(x, layer).grad_fn is not None
     with torch.no_grad():  # then nothing is kept
@@ -344,20 +338,19 @@ def test_parameters_in_strides_and_another_default_dtype(dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("shape", "channels", "expected"),
-    [
-        ((2, 16, 8, 16), (16, 16), True),
-        ((2, 16, 8, 16), (16, 32), True),
-        ((2, 32, 8, 8), (32, 32), True),
-        ((2, 32, 4, 12), (32, 16), True),
-        ((2, 32, 7, 8), (32, 32), False),
-        ((2, 32, 8, 10), (32, 32), False),
-        ((2, 48, 8, 16), (48, 48), False),
-        ((2, 16, 8, 16), (32, 32), False),
-    ],
-    ids=["16", "16 to 32", "32", "32 to 16", "7 high", "10 wide", "48", "other weights"],
-)
+CONVOLUTIONS = {
+    "16": ((2, 16, 8, 16), (16, 16), True),
+    "16 to 32": ((2, 16, 8, 16), (16, 32), True),
+    "32": ((2, 32, 8, 8), (32, 32), True),
+    "32 to 16": ((2, 32, 4, 12), (32, 16), True),
+    "7 high": ((2, 32, 7, 8), (32, 32), False),
+    "10 wide": ((2, 32, 8, 10), (32, 32), False),
+    "48": ((2, 48, 8, 16), (48, 48), False),
+    "other weights": ((2, 16, 8, 16), (32, 32), False),
+}
+
+
+@pytest.mark.parametrize(("shape", "channels", "expected"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_which_convolutions_have_kernels(shape, channels, expected, monkeypatch):
     """On processors for which they have been found to be faster than PyTorch's."""
     (conv,) = convolutions(*channels)
@@ -373,10 +366,11 @@ def test_which_convolutions_have_kernels(shape, channels, expected, monkeypatch)
 
     both = {torch.float32, torch.bfloat16} if expected else set()
     assert found() == set()
-    assert found("avx2") == both
-    assert found("avx2", "avx512_f") == both
-    assert found("avx2", "avx512_f", "avx512_bf16") == both
+    assert found("avx2") == found("avx2", "avx512_f") == found("avx2", "avx512_f", "avx512_bf16") == both
     assert found("avx2", "avx512_f", "avx512_bf16", "amx_bf16") == both & {torch.float32}
+
+
+def test_what_the_processor_has(monkeypatch):
     monkeypatch.undo()
     for amx in (True, False):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx})

@@ -1,4 +1,4 @@
-"""All that is there for speed alone. Deleting this folder and the lines that call `accelerate` changes no result.
+"""All that is there for speed alone. Without this folder and the lines that name it, results differ by rounding only.
 
 modules: modules that take the place of convolutions and residual blocks, and run them by `kernels`
 kernels, kernels.cpp, gpu_kernels: the kernels for a CPU in C++ and for a GPU in Triton

@@ -58,10 +58,11 @@ def kept_library(compiler: list[str], options: list[str], source: Path) -> Path 
         folder = parent / "ppo-ppg-impala"
         parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        above = [place.stat().st_mode for place in parent.resolve().parents]
-        # Where all may write and the sticky bit is not set, as it is for /tmp, all may rename what is there
-        if not is_private(folder.lstat()) or parent.stat().st_mode & 0o002 or any(x & 0o1002 == 0o002 for x in above):
+        if not is_private(folder.lstat()) or parent.stat().st_mode & 0o002:
             return None
+        for place in parent.resolve().parents:
+            if place.stat().st_mode & 0o1002 == 0o002:  # all may rename what is there; /tmp has the sticky bit
+                return None
     except (OSError, RuntimeError):  # the latter: there is no home
         return None
     parts = [compiler, shutil.which(compiler[0]), options, source.read_bytes()]
@@ -83,7 +84,8 @@ def is_private(status: os.stat_result) -> bool:
 def read_library(path: Path) -> ctypes.CDLL:
     """Load what `write_library` has written. Raises OSError if it is missing or damaged, or not private."""
     with path.open("rb") as file:
-        private, content = is_private(os.fstat(file.fileno())), file.read()
+        private = is_private(os.fstat(file.fileno()))
+        content = file.read()
     if not private or hashlib.sha256(content[:-32]).digest() != content[-32:]:
         raise OSError(f"{path} is damaged or not private")
     return ctypes.CDLL(str(path))

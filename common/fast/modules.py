@@ -32,7 +32,8 @@ def replace_modules(agent: nn.Module) -> None:
     kernels = build if next(agent.parameters()).is_cpu else gpu
     if not missed or kernels() is None:
         return
-    replaced, orders = {None: None}, {}  # a module may have several places, and a block's class several blocks
+    orders = {}
+    replaced = {None: None}  # a module may have several places
     for parent in list(agent.modules()):
         for name, module in parent._modules.items():
             if module not in replaced:
@@ -57,7 +58,7 @@ def replacement(module: nn.Module, orders: dict[tuple, list[str] | None]) -> nn.
             return row
     elif may_be_block(module):
         names = list(module._modules)
-        kind = type(module), *names, next(module.parameters()).shape
+        kind = type(module), tuple(names), len(list(module.children())), next(module.parameters()).shape
         if kind not in orders:
             agreeing = [order for order in (names, names[::-1]) if block_agrees(module, order)]
             orders[kind] = agreeing[0] if agreeing else None
@@ -92,12 +93,13 @@ class FastBlock(nn.Module):
         vars(self).update(vars(written), written=written, order=order)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """What is set here is set on the block, too."""
         super().__setattr__(name, value)
         setattr(self.written, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Children, and what else the block's class defines."""
-        if name.startswith("__") or "written" not in vars(self):  # this is being copied
+        if name.startswith("__") or "written" not in vars(self):  # as while this is copied
             raise AttributeError(name)
         return getattr(self.written, name)
 
@@ -166,8 +168,10 @@ def block_agrees(block: nn.Module, order: list[str]) -> bool:
     random weights must compute, on a CPU, the very numbers of this formula, and draw no random numbers. On the block's
     device it must compute the numbers of our kernels, but for rounding."""
     trial, frames = trial_of(block)
-    first, second = (trial._modules[name] for name in order)
-    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    first, second = [trial._modules[name] for name in order]
+    of_torch = torch.get_rng_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     try:
         exact = equals_formula(trial, lambda x: x + second(F.relu(first(F.relu(x)))), frames)
         drawn = not torch.equal(torch.get_rng_state(), of_torch) or random.getstate() != of_python
@@ -209,7 +213,8 @@ def equals_formula(trial: nn.Module, formula: Callable[[Tensor], Tensor], frames
     for dtype, x in itertools.product(ROUNDING, (frames, with_nan(frames))):
         expected = outcome(formula, trial, x.to(dtype))
         for training in (False, True):
-            for mine, other in zip(outcome(trial.train(training), trial, x.to(dtype)), expected, strict=True):
+            found = outcome(trial.train(training), trial, x.to(dtype))
+            for mine, other in zip(found, expected, strict=True):
                 alike = mine.dtype == other.dtype and mine.shape == other.shape
                 if not alike or not torch.allclose(mine, other, rtol=0, atol=0, equal_nan=True):
                     return False
@@ -217,14 +222,17 @@ def equals_formula(trial: nn.Module, formula: Callable[[Tensor], Tensor], frames
 
 
 def near(fast: nn.Module, trial: nn.Module, frames: Tensor, requires_grad: bool) -> bool:
-    """Whether a module with kernels computes what the trial does, but for rounding."""
+    """Whether a module with kernels computes what the trial does, but for rounding, in both formats."""
     for dtype, rounding in ROUNDING.items():
         x = frames.to(dtype)
-        for mine, other in zip(*(outcome(call, trial, x, requires_grad) for call in (fast, trial)), strict=True):
+        found = outcome(fast, trial, x, requires_grad)
+        expected = outcome(trial, trial, x, requires_grad)
+        for mine, other in zip(found, expected, strict=True):
             close = (mine.double() - other.double()).norm() <= rounding * other.double().norm()
             if mine.dtype != other.dtype or not close:
                 return False
-        mine, other = (outcome(call, trial, with_nan(x), requires_grad)[0].isnan() for call in (fast, trial))
+        mine = outcome(fast, trial, with_nan(x), requires_grad)[0].isnan()
+        other = outcome(trial, trial, with_nan(x), requires_grad)[0].isnan()
         if mine[1:].any() or not mine[other].all():  # in its frame, the kernels spread NaN further than PyTorch
             return False
     return True
