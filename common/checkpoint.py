@@ -254,12 +254,12 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
 
     def search() -> Resumed | None:
         if args.resume not in (None, "auto"):
-            return read_run(Path(args.resume), args, script, world.world_size)
+            return read_run(Path(args.resume), args, script, world)
         runs = runs_of(args, script, world.world_size) if args.resume or world.restarted else []
         for path, finished in runs[:1] if world.restarted else runs:
             try:
                 if world.restarted or not finished:
-                    return read_run(path, args, script, world.world_size)
+                    return read_run(path, args, script, world)
             except InputError as error:
                 print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
         return None
@@ -268,19 +268,19 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
 
 
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
-    """Run folders in --runs-dir with the settings of `args`, the last used first, and whether each run has ended. Of
-    the settings that a resumed run may change, the number of steps must be the same, and if `args` ask for evaluations,
-    so must the evaluations: a run cannot make up for those that it has gone past."""
+    """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended. Of the
+    settings that a resumed run may change, the number of steps must be the same, and if `args` ask for evaluations, so
+    must the evaluations: a run cannot make up for those that it has gone past."""
     may_differ = MAY_CHANGE - {"total_timesteps"}
     if args.eval_interval:
         may_differ -= {name for name in vars(args) if name.startswith("eval_")}
     found = []
-    for file in Path(args.runs_dir).glob("*/meta.json"):
-        meta = read_json(file)
+    for path in Path(args.runs_dir).glob("*/"):
+        settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
         same = meta.get("script") == script and meta.get("ranks", 1) == ranks
-        if same and not differences(args, read_json(file.with_name("args.json")), may_differ):
-            found.append((file.stat().st_mtime_ns, file.parent, bool(meta.get("finished"))))
-    return [(path, finished) for _, path, finished in sorted(found, reverse=True)]
+        if same and not differences(args, settings, may_differ):
+            found.append((str(meta.get("started")), path.stat().st_ctime_ns, path, bool(meta.get("finished"))))
+    return [(path, finished) for *_, path, finished in sorted(found, reverse=True)]
 
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
@@ -289,18 +289,21 @@ def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> li
     return [name for name, value in fixed.items() if name not in settings or settings[name] != value]
 
 
-def read_run(path: Path, args: Any, script: str, ranks: int) -> Resumed:
-    """Lock and read a run. One that is complete ends again at once."""
+def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
+    """Lock and read a run. Only ranks that torchrun has restarted take up a complete one: a rank died at its end."""
     try:
         lock = lock_folder(path)
     except OSError as error:
         raise InputError(f"--resume {path}: no run folder that can be written is there ({error.strerror}).") from error
-    checkpoint = newest_checkpoint(path)
-    settings = checkpoint["args"]
+    checkpoint, finished = newest_checkpoint(path), read_json(path / "meta.json").get("finished")
+    step, settings, ranks = checkpoint["step"], checkpoint["args"], len(checkpoint["ranks"])
+    ended = finished or settings.get("total_timesteps") != args.total_timesteps
+    if step >= args.total_timesteps and ended and not world.restarted:
+        raise InputError(f"--resume {path}: it has made {step:,} steps: raise --total-timesteps to go on.")
     if checkpoint["script"] != script:
         raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
-    if len(checkpoint["ranks"]) != ranks:
-        raise InputError(f"--resume {path}: that is a run of {len(checkpoint['ranks'])} ranks, not of {ranks}.")
+    if ranks != world.world_size:
+        raise InputError(f"--resume {path}: that is a run of {ranks} ranks, not of {world.world_size}.")
     if changed := differences(args, settings, MAY_CHANGE):
         there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
         other = f"to start a new run from its weights, use --init-from {path}."

@@ -194,6 +194,9 @@ def one_line_errors() -> Iterator[None]:
     """Print an InputError or a TrainingError as one line on stderr, and exit with 2 or 1. A signal exits with 128 plus
     its number (Ctrl-C: 130). Only `run_script` uses this: code that calls `main(Args(...))` gets the exceptions."""
     sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
+    threading.excepthook = lambda failure: (  # an error of TensorBoard's thread comes in the main thread, too
+        type(failure.thread).__module__.startswith("tensorboard.") or threading.__excepthook__(failure)
+    )
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as in a background job of a shell script, or under nohup
             signal.signal(number, INTERRUPT)

@@ -52,7 +52,7 @@ def learnt(tmp_path_factory):
 
 @pytest.mark.parametrize("case", ranks.CASES)
 def test_two_ranks_learn_what_one_process_does_from_the_joined_batch(case, learnt):
-    joined = ranks.learn(case, World())
+    joined = ranks.learn(case, World(torch.device("cpu")))
     torch.testing.assert_close(learnt[0][case], joined, rtol=1e-10, atol=1e-12)
     assert torch.equal(learnt[0][case], learnt[1][case])
 
