@@ -25,6 +25,9 @@ benchmarks/README.md.
 import concurrent.futures
 import csv
 import importlib
+import importlib.util
+import itertools
+import json
 import multiprocessing
 import os
 import shlex
@@ -50,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import device as common_device
 from common import session
 from common.device import resolve_device, resolve_precision
+from common.errors import InputError
 from common.files import write_json
 from common.provenance import provenance
 from common.run import Run
@@ -60,7 +64,6 @@ CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "def
 ACCELERATED = ("compile", "cudagraphs")
 SWEEPS = {
     "num_envs": (16, 64, 256, 1024),
-    "env_groups": ("64x1", "64x2", "256x1", "256x2"),  # environments x groups that take turns
     "feature_dim": (256, 512, 1024),
     "threads": (1, 2, 4, 8, 16),
 }
@@ -83,7 +86,7 @@ class Args:
     num_steps: Positive[int] = 32
     """steps of each environment in an iteration"""
     sweeps: tuple[Literal[*SWEEPS], ...] = ()
-    """also measure how the cost grows: num_envs (16 to 1024), env_groups, feature_dim (x1, x2, x4), threads"""
+    """also measure how the cost grows: num_envs (16 to 1024), feature_dim (x1, x2, x4), threads"""
     memory: bool = True
     """also measure the default configuration's peak memory at its default sizes"""
     from_csv: bool = False
@@ -104,12 +107,10 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
     phase, or if its rollouts do not fill a batch of it, each few: a step costs what it does in a full phase.
     """
     shorter = num_steps / args.num_steps
-    if algorithm == "impala":
-        args.num_minibatches = max(1, round(args.num_minibatches * shorter))
-        iteration = args.batch_size * num_steps
-    else:
-        args.num_minibatches = max(1, round(args.num_minibatches * shorter * args.num_envs / 64))
-        iteration = args.num_envs * num_steps
+    envs = args.batch_size if algorithm == "impala" else args.num_envs
+    usual = envs if algorithm == "impala" else 64
+    args.num_minibatches = max(1, round(args.num_minibatches * shorter * envs / usual))
+    iteration = envs * num_steps
     if algorithm == "ppg":
         args.num_aux_rollouts = round(args.num_aux_rollouts / shorter)
         args.n_pi = max(1, args.num_aux_rollouts // args.num_envs)
@@ -137,25 +138,17 @@ def identity(job: dict[str, Any]) -> dict[str, Any]:
     return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")}
 
 
-def fast_settings(algorithm: str, configuration: str, env_groups: str = "64x1") -> dict[str, Any]:
-    """The script's settings for a configuration with --accelerate, and for a value of the sweep env_groups."""
-    num_envs, num_groups = map(int, env_groups.split("x"))
-    settings = {"num_envs": num_envs, "accelerate": configuration if configuration in ACCELERATED else "eager"}
-    return settings if algorithm == "impala" else settings | {"num_env_groups": num_groups}
-
-
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
-    script = importlib.import_module(job["algorithm"])
-    env_groups = job["value"] if job["sweep"] == "env_groups" else "64x1"
-    settings = fast_settings(job["algorithm"], job["configuration"], env_groups)
-    args = script.Args(env_id=job["env_id"], device=job["device"], **settings)
+    script, configuration = importlib.import_module(job["algorithm"]), job["configuration"]
+    mode = configuration if configuration in ACCELERATED else "eager"
+    args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
     if job["sweep"] in ("num_envs", "feature_dim"):
         setattr(args, job["sweep"], job["value"])
-    if job["configuration"] == "fp32":
+    if configuration == "fp32":
         args.precision = "fp32"
-    elif job["configuration"].startswith("plain"):
-        make_plain(script, args, job["configuration"])
+    elif configuration.startswith("plain"):
+        make_plain(script, args, configuration)
     args.precision = resolve_precision(args.precision, args.device)
     return script, args, resolve_device(args.device)
 
@@ -204,22 +197,52 @@ def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     return tuple(counts)
 
 
-class Clocks:
-    """Seconds spent in functions."""
+def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = None) -> Any:
+    """`function`, whose time is added to `seconds[phase]`: with `device`, until its work there is done, too."""
 
-    def __init__(self, device: Any):
-        self.device, self.seconds = device, defaultdict(float)
+    def clocked(*args, **kwargs):
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        if device is not None:
+            synchronize(device)
+        seconds[phase] += time.perf_counter() - start
+        return result
 
-    def around(self, phase: str, function: Any, wait: bool = True) -> Any:
-        def timed(*args, **kwargs):
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            if wait:
-                synchronize(self.device)
-            self.seconds[phase] += time.perf_counter() - start
-            return result
+    return clocked
 
-        return timed
+
+def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any) -> None:
+    """Put clocks around a script's functions, and a mark at the end of each iteration. Changes modules of this process.
+
+    A mark has the step, the time, and the seconds of the clocks so far.
+    """
+    make_envs, log = session.make_envs, Run.log
+
+    def make_timed_envs(*args, **kwargs):
+        envs = make_envs(*args, **kwargs)
+        envs.step, envs.step_async = (clock(each, seconds, "env") for each in (envs.step, envs.step_async))
+        return envs
+
+    def marked_log(run, step, *args, **kwargs):
+        log(run, step, *args, **kwargs)
+        synchronize(device)
+        marks.append((step, time.perf_counter(), dict(seconds)))
+
+    session.make_envs, Run.log = make_timed_envs, marked_log
+    script.update = clock(script.update, seconds, "learn", device)
+    if script.__name__ == "impala":
+        act = script.act
+        script.act = lambda *arguments: iter(clock(act(*arguments).__next__, seconds, "collect"), object())  # endless
+    else:
+        script.collect = clock(script.collect, seconds, "collect", device)
+    if script.__name__ == "ppg":
+        script.auxiliary_phase = clock(script.auxiliary_phase, seconds, "aux", device)
+
+
+def run_briefly(script: Any, args: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        args.runs_dir = folder
+        script.main(args)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -228,44 +251,15 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(job["value"])
         os.environ["OMP_NUM_THREADS"] = str(job["value"])  # else a GPU has one
     script, args, device = configure(job)
-    shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
-    clocks, marks, log = Clocks(device), [], Run.log
-    warm_up = getattr(args, "n_pi", 1)  # iterations
-    make_envs = session.make_envs
-
-    def make_timed_envs(*args, **kwargs):
-        envs = make_envs(*args, **kwargs)
-        for group, _ in envs.groups:
-            group.step, group.step_async = (clocks.around("env", f, wait=False) for f in (group.step, group.step_async))
-        return envs
-
-    def marked_log(run, step, *args, **kwargs):  # the end of an iteration
-        log(run, step, *args, **kwargs)
-        synchronize(device)
-        marks.append((step, time.perf_counter()))
-        if len(marks) == warm_up:
-            clocks.seconds = defaultdict(float)  # another one: an actor may be adding to the old
-
-    session.make_envs, Run.log = make_timed_envs, marked_log
-    script.update = clocks.around("learn", script.update)
+    shorten(job["algorithm"], args, job["num_steps"], 1 if job["configuration"].startswith("plain") else 4)
     if job["algorithm"] == "impala":
-        args.log_interval, act = args.batch_size * args.num_steps, script.act
-
-        def timed_act(*arguments):
-            step = clocks.around("collect", act(*arguments).__next__, wait=False)  # not for the learner
-            return iter(step, object())  # without end
-
-        script.act = timed_act
-    else:
-        script.collect = clocks.around("collect", script.collect)
-    if job["algorithm"] == "ppg":
-        script.auxiliary_phase = clocks.around("aux", script.auxiliary_phase)
-
-    with tempfile.TemporaryDirectory() as folder:
-        args.runs_dir = folder
-        script.main(args)
-    (first, start), (last, end) = marks[warm_up - 1], marks[-1]
-    steps, seconds = last - first, clocks.seconds
+        args.log_interval = args.batch_size * args.num_steps
+    marks = []
+    set_clocks(script, defaultdict(float), marks, device)
+    run_briefly(script, args)
+    (first, start, before), (last, end, after) = marks[getattr(args, "n_pi", 1) - 1], marks[-1]
+    steps = last - first
+    seconds = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in ("collect", "env", "learn", "aux")}
     seconds["act"] = seconds.pop("collect") - seconds["env"]
     learner = seconds["learn"] if getattr(args, "num_actors", 0) else sum(seconds.values())
     seconds["wait"] = end - start - learner  # for actors, if there are any, and for all that has no clock
@@ -276,8 +270,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         learn = forward * (args.num_steps + 1) / args.num_steps + args.sample_fraction * training
     elif job["algorithm"] == "ppg":
         learn, aux = args.e_policy * training, args.e_aux * training + forward
-    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-    peak = matmul_rate(device, dtype)
+    peak = matmul_rate(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return {
         **identity(job),
         "precision": args.precision,
@@ -301,9 +294,7 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     args.total_timesteps = args.iteration_steps * getattr(args, "n_pi", 1)
     if job["algorithm"] == "ppg":
         args.e_aux = 1  # further passes need no more memory
-    with tempfile.TemporaryDirectory() as folder:
-        args.runs_dir = folder
-        script.main(args)
+    run_briefly(script, args)
     return identity(job) | {"precision": args.precision, "peak_gb": peak_memory(device)}
 
 
@@ -334,24 +325,10 @@ def plan(args: Args) -> list[dict[str, Any]]:
     """The measurements to make, in turn. `measure` and `measure_memory` say what they want of a job."""
 
     def jobs(repeats: int, sweep: str = "", values: Sequence[Any] = ("",)) -> list[dict[str, Any]]:
-        return [
-            {
-                "algorithm": algorithm,
-                "configuration": configuration,
-                "repeat": repeat,
-                "sweep": sweep,
-                "value": value,
-                "env_id": args.env_id,
-                "device": args.device,
-                "num_steps": args.num_steps,
-                "iterations": 4 if not configuration.startswith("plain") else 3 if algorithm == "impala" else 1,
-            }
-            for algorithm in args.algorithms
-            for repeat in range(repeats)
-            for value in values
-            for configuration in args.configurations
-            if algorithm != "impala" or not str(value).endswith("x2")  # which has no groups
-        ]
+        columns = ("algorithm", "repeat", "value", "configuration")
+        choices = itertools.product(args.algorithms, range(repeats), values, args.configurations)
+        given = {"sweep": sweep, "env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
+        return [given | dict(zip(columns, each, strict=True)) for each in choices]
 
     planned = jobs(args.repeats)
     for sweep in args.sweeps:
@@ -436,7 +413,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def chart(rows: list[dict[str, str]], path: Path) -> None:
     """Bars of the median steps per second, with lines from minimum to maximum."""
-    import figures  # not everywhere that this file is imported has matplotlib
+    import figures  # which needs matplotlib
 
     groups = by_configuration(rows)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
@@ -461,9 +438,21 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
     figures.save(figure, path)
 
 
+def read(path: Path) -> tuple[list[dict[str, str]], str]:
+    """The rows of `path`, and a sentence on their origin from its .meta.json. Raises InputError without `path`."""
+    if not path.exists():
+        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    meta = json.loads(path.with_suffix(".meta.json").read_text())
+    return rows, f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
+
+
 def main(args: Args) -> None:
     check_limits(args)
-    path = readme.measurement_path(args.out, args.device)
+    # A GPU that is named need not be here.
+    on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"
+    path = args.out / ("gpu.csv" if on_gpu else "cpu.csv")
     if not args.from_csv:
         device = resolve_device(args.device)
         command = shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
@@ -471,11 +460,12 @@ def main(args: Args) -> None:
         write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/throughput.py", device))
         with path.open("w", newline="") as file:
             run_all(args, file)
-    rows, origin = readme.read_measurement(path)
+    rows, origin = read(path)
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)
-    chart(rows, path.with_suffix(".png"))
-    print(f"\n{text}\n{path}, .md and .png are written.")
+    print(f"\n{text}\n{path} and .md are written.")
+    if importlib.util.find_spec("matplotlib"):  # not every machine that is measured has it
+        chart(rows, path.with_suffix(".png"))
     if args.update_readme:
         readme.fill(readme.DOCUMENTS, f"throughput {path.stem}", text)
 
