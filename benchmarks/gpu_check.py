@@ -63,7 +63,7 @@ class Args:
     device: str = "auto"
     """auto, cpu or cuda"""
     rehearse: bool = False
-    """tiny sizes, without compilation and CUDA graphs"""
+    """short speed runs, without compilation and CUDA graphs"""
     budget: Positive[float] = 3600.0
     """seconds that this call may take"""
     kill_and_resume: Literal[*ALGORITHMS] | None = None
@@ -80,22 +80,20 @@ def plan(args: Args) -> dict[str, list[str]]:
     """The commands of all parts, by name, in order."""
     marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
     parts = {"tests": ["-m", "pytest", "--disable-plugin-autoload", "-m", "gpu", "-v", "--durations=10", *marked]}
-    device, rehearse = ["--device", args.device], ["--rehearse"] if args.rehearse else []
-    short = f"--repeats 1 --no-memory --num-steps {4 if args.rehearse else 256} --configurations default"
-    short += "" if args.rehearse else " compile cudagraphs"
+    speed = f"--device {args.device} --repeats 1 --no-memory --configurations default"
+    speed += " --num-steps 4" if args.rehearse else " compile cudagraphs --num-steps 256"
     for each in ALGORITHMS:
-        parts[f"resume {each}"] = ["benchmarks/gpu_check.py", "--kill-and-resume", each, *device, *rehearse]
+        parts[f"resume {each}"] = ["benchmarks/gpu_check.py", "--kill-and-resume", each, "--device", args.device]
         out = ["--out", str(args.out / "speed" / each)]
-        parts[f"speed {each}"] = ["benchmarks/throughput.py", "--algorithms", each, *device, *out, *short.split()]
+        parts[f"speed {each}"] = ["benchmarks/throughput.py", "--algorithms", each, *out, *speed.split()]
     return {name: [sys.executable, *words] for name, words in parts.items() if name.split()[0] in args.steps}
 
 
 def do(command: list[str], seconds: float, log: Path) -> int:
     """Do a part; return its exit status. Whatever it has started ends with it, or after `seconds`."""
     with log.open("a") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(command, cwd=ROOT, process_group=0, **streams)
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
@@ -105,13 +103,10 @@ def do(command: list[str], seconds: float, log: Path) -> int:
         return process.wait()
 
 
-def kill_and_resume(algorithm: str, device: str, small: bool) -> None:
+def kill_and_resume(algorithm: str, device: str) -> None:
     """Raises TrainingError if a run that is killed and resumed ends with other parameters than a whole one."""
-    steps, flags = 6 * 16_384, "--num-actors 0" if algorithm == "impala" else ""
-    if small:
-        steps = 8 * 32
-        flags += " --num-envs 4 --num-steps 8 --num-minibatches 1" + " --batch-size 4" * (algorithm == "impala")
-    flags += f" --device {device} --total-timesteps {steps} --checkpoint-interval 0"
+    flags = "--num-envs 16 --num-steps 16 --num-minibatches 1 --total-timesteps 2048 --checkpoint-interval 0"
+    flags += f" --device {device}" + (" --batch-size 16 --num-actors 0" if algorithm == "impala" else "")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, f"{algorithm}.py", *flags.split(), "--runs-dir", f"{folder}/broken"]
         process = subprocess.Popen(command, cwd=ROOT)
@@ -126,7 +121,7 @@ def kill_and_resume(algorithm: str, device: str, small: bool) -> None:
         resumed = json.loads(broken.with_name("meta.json").read_text())["resumed"]
         found, expected = (torch.load(path, weights_only=True)["agent"] for path in (broken, whole))
     different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    print(f"{algorithm}: resumed at step {resumed[0]['step']:,} of {steps:,}; {len(expected)} parameters compared")
+    print(f"{algorithm}: resumed at step {resumed[0]['step']:,}; {len(expected)} parameters compared")
     if different:
         raise TrainingError(f"parameters of the resumed run differ: {', '.join(different)}")
 
@@ -172,21 +167,23 @@ def main(args: Args) -> None:
     if args.gather:
         return gather(args)
     if args.kill_and_resume:
-        return kill_and_resume(args.kill_and_resume, args.device, args.rehearse)
-    start, args.out = time.monotonic(), args.out.expanduser().resolve()
+        return kill_and_resume(args.kill_and_resume, args.device)
+    end = time.monotonic() + args.budget
+    args.out = args.out.expanduser().resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     results = args.out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    tries, passed = Counter(line["name"] for line in lines), {line["name"] for line in lines if line["rc"] == 0}
+    tries = Counter(line["name"] for line in lines)
     origin = provenance("", "benchmarks/gpu_check.py", resolve_device(args.device))
     parts = plan(args)
-    left = [name for name in parts if name not in passed]
+    left = [name for name in parts if not any(line["name"] == name and line["rc"] == 0 for line in lines)]
     for number, name in enumerate(sorted(left, key=tries.__getitem__)):
-        seconds, begun = SECONDS[name.split()[0]], time.monotonic()
-        if number and begun + seconds > start + args.budget:
+        start = time.monotonic()
+        seconds = SECONDS[name.split()[0]]
+        if number and start + seconds > end:
             break
         log = args.out / "logs" / f"{name.replace(' ', '-')}.log"
-        result = {"name": name, "rc": do(parts[name], seconds, log), "seconds": round(time.monotonic() - begun, 1)}
+        result = {"name": name, "rc": do(parts[name], seconds, log), "seconds": round(time.monotonic() - start, 1)}
         result |= {"command": shlex.join(parts[name]), "machine": origin["machine"], "commit": origin["commit"]}
         with results.open("a") as file:
             file.write(json.dumps(result) + "\n")
