@@ -5,13 +5,8 @@
 
 For each protocol (`results/<protocol>/<algorithm>/<game>/seed<k>.csv`): curves beside the published ones, verdicts,
 means over games, and train-test gaps. Figures go to `results/<protocol>/`. Nothing is run. `results/long/` holds runs
-of 25M steps in the same folders; in the panel of a short run they would take all the room.
-
-A score at a mark is the mean return of all episodes that ended in the last 131,072 steps before it (524,288 after 6.5M;
-in hard mode four times all of this: the blocks of the published curves), one number a run. Differences come with 95 %
-t-intervals, means over games with stratified bootstrap intervals. A score on held-out levels, of runs on a single game,
-is interpolated between the evaluations before and after the middle of these steps: the agent learns, so that an
-evaluation at their end would make the gap too small.
+of 25M steps in the same folders; in the panel of a short run they would take all the room. benchmarks/README.md says
+how runs are scored.
 """
 
 import itertools
@@ -20,7 +15,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -28,14 +23,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
-import exploration
 import figures
-import phases
-import precision
 import readme
-import scaling
 import throughput
-from collect import same_settings
+from collect import RESULTS, same_settings
 from common.errors import InputError
 from common.files import read_json
 from common.procgen_env import PROCGEN_MODES
@@ -59,12 +50,25 @@ PUBLISHED = {
 }
 DEFAULTS = ("ppo", "impala-appo", "ppg")  # folders of the scripts' defaults: the columns of README's table
 TEST = {"easy-200": "ppo_easy_200_test"}
+PAPER = {  # PPG's, in hard mode: a phase has four times the steps of 32 iterations here, and as many gradient steps
+    "PPO, paper": "ppg_paper_ppo_hard_all",
+    "PPG, single network, paper": "ppg_paper_ppg_single_network_hard_all",
+    "PPG, dual, paper": "ppg_paper_ppg_hard_all",
+}
+PHASE, PAPER_PHASE = 524_288, 2_097_152  # steps
+# Made by throughput.py, and once by scripts that went with commit 47efbf0.
+TABLES = {
+    "throughput cpu": "throughput/cpu.md",
+    "scaling cpu": "scaling/cpu.md",
+    "precision": "precision/precision.md",
+    "exploration": "exploration/exploration.md",
+}
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
 
 
 @dataclass
 class Args:
-    results: Path = HERE / "results"
+    results: Path = RESULTS
     """where curves are and reports go"""
     documents: tuple[Path, ...] = readme.DOCUMENTS
     """files whose marks say where the tables go; none: only print them"""
@@ -110,7 +114,7 @@ class Protocol:
         file, label = names.get(algorithm, names.get("", ("", "-")))
         return (read_reference(file) if file else {}), label
 
-    def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+    def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], ...]:
         """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games.
 
         No published scores if one of the games lacks them.
@@ -119,11 +123,12 @@ class Protocol:
         ranged = sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys())
         ours = {game: scores for game in ranged if (scores := self.scores(algorithm, game, steps))}
         theirs = {game: published[game].scores(steps) if game in published else [] for game in ours}
-        both = [
+        if not all(theirs.values()):
+            theirs = {}
+        return tuple(
             [[normalized(score, game, self.mode) for score in scores] for game, scores in each.items()]
             for each in (ours, theirs)
-        ]
-        return both[0], both[1] if all(both[1]) else []
+        )
 
 
 def read_protocols(results: Path) -> list[Protocol]:
@@ -222,6 +227,37 @@ def ahead_since(protocol: Protocol, game: str) -> str:
     return f"not by {last / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {last / 1e6:.1f}M"
 
 
+def phases_table(protocol: Protocol) -> list[str]:
+    """PPG against PPO at the same steps and hours: a row for each game and 32 iterations; means over seeds."""
+
+    def cell(values: list[float]) -> str:
+        return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
+
+    variants = [name for name in ("ppg", "ppg-dual", "ppg-long", "ppg-paper") if name in protocol.runs]
+    columns = ["game", "steps", *map(readme.label, variants), "PPO, same steps", "PPO, same hours", "PPO, published"]
+    rows, ratio = [], speed("ppo") / speed("ppg")
+    for game in sorted({game for name in variants for game in protocol.runs[name]}):
+        for phase in range(1, 100):
+            step = phase * PHASE
+            scores = [protocol.scores(name, game, step) for name in variants]
+            if not any(scores):
+                break
+            scores += [protocol.scores("ppo", game, end) for end in (step, step * ratio)]
+            published = [("ppo_easy_all", step), *((name, phase * PAPER_PHASE) for name in PAPER.values())]
+            for name, end in published:
+                reference = read_reference(name).get(game)
+                scores.append(reference.scores(end) if reference else [])
+            rows.append([game, f"{step:,}", *map(cell, scores)])
+    return readme.markdown([*columns, *PAPER], rows)
+
+
+def speed(algorithm: str) -> float:
+    """Steps per second of a script's defaults, on two cores without bfloat16: the median."""
+    only = [("algorithm", algorithm), ("sweep", ""), ("configuration", "default")]
+    path = RESULTS / "throughput-avx2" / "cpu.csv"
+    return median(curves.read_columns(path, "speeds", {"steps_per_second": float}, only)[0])
+
+
 def interval(values: tuple[float, float, float]) -> str:
     middle, low, high = values
     if math.isnan(middle):
@@ -311,11 +347,8 @@ def gap_table(protocol: Protocol) -> list[str]:
         for game, runs in sorted(games.items()):
             evaluations = evaluations_of(protocol, algorithm, game)
             for mark, steps in MARKS.items():
-                scores = [
-                    found
-                    for seed, evaluated in evaluations.items()
-                    if (found := train_and_test(protocol, runs[seed], evaluated, steps))
-                ]
+                each = [train_and_test(protocol, runs[seed], evaluations[seed], steps) for seed in evaluations]
+                scores = [found for found in each if found]
                 if not scores:
                     continue
                 gaps = [trained - held_out for trained, held_out, _ in scores]
@@ -426,10 +459,13 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
 
 
 def profile_figure(protocol: Protocol, path: Path) -> bool:
-    """Performance profiles at the last mark at which an algorithm has two games; whether there is one."""
+    """Performance profiles at the last mark at which an algorithm has two games; whether there is one.
+
+    There is none for a protocol with fewer than three games: so few have no profile worth a look.
+    """
     thresholds = np.linspace(-0.1, 1, 111)
     figure, axis = plt.subplots(figsize=(7, 2.7))
-    for algorithm in protocol.runs:
+    for algorithm in protocol.runs if len(protocol.games) >= 3 else ():
         for mark, steps in reversed(MARKS.items()):
             ours, theirs = protocol.normalised(algorithm, steps)
             if len(ours) < 2:
@@ -454,11 +490,11 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def report(protocol: Protocol, profile: bool = True) -> str:
+def report(protocol: Protocol) -> str:
     """Draw a protocol's figures and return its text, with links that start from the folder of benchmarks/README.md."""
     drawn = {"curves.png": "Return against environment steps"}
     curve_figure(protocol, protocol.folder / "curves.png")
-    if profile and profile_figure(protocol, protocol.folder / "profile.png"):
+    if profile_figure(protocol, protocol.folder / "profile.png"):
         drawn["profile.png"] = "Performance profiles"
     folder = protocol.folder.resolve()
     place = folder.relative_to(HERE) if folder.is_relative_to(HERE) else folder
@@ -484,19 +520,15 @@ def main(args: Args) -> None:
     print(text)
     if not args.documents:
         return
-    complete = [report(protocol, profile=False) for protocol in read_protocols(args.results / "long")]  # of few games
-    texts = {"report": text, "long": "\n".join(complete)}
+    texts = {"report": text, "long": "\n".join(map(report, read_protocols(args.results / "long")))}
     for protocol in protocols:
         if protocol.name == "easy-all":
             texts["results"] = "\n".join([*summary_table(protocol), ""])
-    precision.main(precision.Args())
-    texts["precision"] = (precision.FOLDER / "precision.md").read_text()
-    texts["phases"] = phases.main()
-    exploration.main(exploration.Args())
-    texts["exploration"] = (exploration.FOLDER / "exploration.md").read_text()
-    for script in (throughput, scaling):
-        script.main(script.Args(from_csv=True, device="cpu"))
-        texts[f"{script.__name__} cpu"] = (script.Args.out / "cpu.md").read_text()
+            texts["phases"] = "\n".join([*phases_table(protocol), ""])
+            (protocol.folder / "phases.md").write_text(texts["phases"])
+    throughput.main(throughput.Args(from_csv=True, device="cpu"))
+    for name, path in TABLES.items():
+        texts[name] = (RESULTS / path).read_text()
     for name, text in texts.items():
         readme.fill(args.documents, name, text)
 
