@@ -96,9 +96,6 @@ def read_reference(name: str) -> dict[str, Reference]:
     return games
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
-
-
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
     """Of the means, with its 95 % t-interval: difference, low, high. Three runs in all at least.
 

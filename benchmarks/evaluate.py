@@ -148,9 +148,6 @@ def film(args: Args, agent: torch.nn.Module, env_id: str, device: torch.device, 
     print(f"{args.video}: the first episodes of {columns * rows} environments", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- export
-
-
 class Policy(nn.Module):
     """What is exported of an agent."""
 
@@ -187,24 +184,16 @@ def export(source: Path, out: Path) -> None:
         scripted = torch.jit.freeze(torch.jit.trace(policy, tuple(inputs)))
         for size in (len(obs), 1):  # and another batch than the one that it was traced with
             batch = [inputs[0][:size], *(state[:, :size] for state in inputs[1:])]
-            error = largest_difference(policy(*batch), scripted(*batch))
-            if not error <= TOLERANCE:
-                raise TrainingError(f"the exported policy differs from the agent, by up to {error:.3g}")
+            expected, found = policy(*batch), scripted(*batch)
+            pairs = zip(expected, found, strict=True) if isinstance(expected, tuple) else [(expected, found)]
+            errors = torch.stack([(mine - theirs).abs().max() for mine, theirs in pairs])
+            if not (errors <= TOLERANCE).all():  # nor NaN
+                raise TrainingError(f"the exported policy differs from the agent, by up to {errors.max():.3g}")
     try:
         write_atomically(out, scripted.save_to_buffer())
     except OSError as error:
         raise InputError(f"--export {out} cannot be written ({error.strerror}).") from error
     print(f"{out} gives the same as the agent of {source} (within {TOLERANCE}, float32).", flush=True)
-
-
-def largest_difference(expected: Tensor | tuple[Tensor, ...], found: Tensor | tuple[Tensor, ...]) -> float:
-    """Of two outputs of a policy; NaN if one has a NaN."""
-    if isinstance(expected, tuple):
-        return torch.tensor([largest_difference(*each) for each in zip(expected, found, strict=True)]).max().item()
-    return (expected - found).abs().max().item()
-
-
-# --------------------------------------------------------------------------------------------------------------- main
 
 
 def check(args: Args) -> None:

@@ -15,7 +15,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
@@ -50,16 +50,11 @@ PUBLISHED = {
 }
 DEFAULTS = ("ppo", "impala-appo", "ppg")  # folders of the scripts' defaults: the columns of README's table
 TEST = {"easy-200": "ppo_easy_200_test"}
-PAPER = {  # PPG's, in hard mode: a phase has four times the steps of 32 iterations here, and as many gradient steps
-    "PPO, paper": "ppg_paper_ppo_hard_all",
-    "PPG, single network, paper": "ppg_paper_ppg_single_network_hard_all",
-    "PPG, dual, paper": "ppg_paper_ppg_hard_all",
-}
-PHASE, PAPER_PHASE = 524_288, 2_097_152  # steps
-# Made by throughput.py, and once by scripts that went with commit 47efbf0.
+# Tables of throughput.py, and of scripts that made their runs and figures once and were last in commit 47efbf0
 TABLES = {
     "throughput cpu": "throughput/cpu.md",
     "scaling cpu": "scaling/cpu.md",
+    "phases": "easy-all/phases.md",
     "precision": "precision/precision.md",
     "exploration": "exploration/exploration.md",
 }
@@ -114,7 +109,7 @@ class Protocol:
         file, label = names.get(algorithm, names.get("", ("", "-")))
         return (read_reference(file) if file else {}), label
 
-    def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], ...]:
+    def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
         """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games.
 
         No published scores if one of the games lacks them.
@@ -123,12 +118,11 @@ class Protocol:
         ranged = sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys())
         ours = {game: scores for game in ranged if (scores := self.scores(algorithm, game, steps))}
         theirs = {game: published[game].scores(steps) if game in published else [] for game in ours}
-        if not all(theirs.values()):
-            theirs = {}
-        return tuple(
+        both = [
             [[normalized(score, game, self.mode) for score in scores] for game, scores in each.items()]
             for each in (ours, theirs)
-        )
+        ]
+        return both[0], both[1] if all(both[1]) else []
 
 
 def read_protocols(results: Path) -> list[Protocol]:
@@ -227,37 +221,6 @@ def ahead_since(protocol: Protocol, game: str) -> str:
     return f"not by {last / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {last / 1e6:.1f}M"
 
 
-def phases_table(protocol: Protocol) -> list[str]:
-    """PPG against PPO at the same steps and hours: a row for each game and 32 iterations; means over seeds."""
-
-    def cell(values: list[float]) -> str:
-        return f"{mean(values):.2f} (n = {len(values)})" if values else "-"
-
-    variants = [name for name in ("ppg", "ppg-dual", "ppg-long", "ppg-paper") if name in protocol.runs]
-    columns = ["game", "steps", *map(readme.label, variants), "PPO, same steps", "PPO, same hours", "PPO, published"]
-    rows, ratio = [], speed("ppo") / speed("ppg")
-    for game in sorted({game for name in variants for game in protocol.runs[name]}):
-        for phase in range(1, 100):
-            step = phase * PHASE
-            scores = [protocol.scores(name, game, step) for name in variants]
-            if not any(scores):
-                break
-            scores += [protocol.scores("ppo", game, end) for end in (step, step * ratio)]
-            published = [("ppo_easy_all", step), *((name, phase * PAPER_PHASE) for name in PAPER.values())]
-            for name, end in published:
-                reference = read_reference(name).get(game)
-                scores.append(reference.scores(end) if reference else [])
-            rows.append([game, f"{step:,}", *map(cell, scores)])
-    return readme.markdown([*columns, *PAPER], rows)
-
-
-def speed(algorithm: str) -> float:
-    """Steps per second of a script's defaults, on two cores without bfloat16: the median."""
-    only = [("algorithm", algorithm), ("sweep", ""), ("configuration", "default")]
-    path = RESULTS / "throughput-avx2" / "cpu.csv"
-    return median(curves.read_columns(path, "speeds", {"steps_per_second": float}, only)[0])
-
-
 def interval(values: tuple[float, float, float]) -> str:
     middle, low, high = values
     if math.isnan(middle):
@@ -313,27 +276,11 @@ def read_evaluations(path: Path) -> Evaluations:
 
 
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
-    """By seed, of the runs that were evaluated.
-
-    None of those on several games at once: training has most episodes of the game with the shortest, evaluations as
-    many of each.
-    """
-    if "," in game:
-        return {}
+    """By seed, of the runs that were evaluated. None of those on several games at once: training has most episodes of
+    the game with the shortest, evaluations as many of each."""
     folder = protocol.folder / algorithm / game
     paths = {seed: folder / f"seed{seed}.eval.csv" for seed in sorted(protocol.runs[algorithm][game])}
-    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
-
-
-def train_and_test(
-    protocol: Protocol, curve: curves.Curve, evaluations: Evaluations, mark: int
-) -> tuple[float, float, float] | None:
-    """Scores on training and on held-out levels at a mark, the latter's standard error; None where one is missing."""
-    window = protocol.window(mark)
-    held_out = evaluations.at(mark - window / 2)
-    if curve.steps[-1] < mark or held_out is None:
-        return None
-    return curves.score(curve, mark, window), *held_out
+    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists() and "," not in game}
 
 
 def gap_table(protocol: Protocol) -> list[str]:
@@ -347,8 +294,13 @@ def gap_table(protocol: Protocol) -> list[str]:
         for game, runs in sorted(games.items()):
             evaluations = evaluations_of(protocol, algorithm, game)
             for mark, steps in MARKS.items():
-                each = [train_and_test(protocol, runs[seed], evaluations[seed], steps) for seed in evaluations]
-                scores = [found for found in each if found]
+                window = protocol.window(steps)
+                middles = {seed: evaluated.at(steps - window / 2) for seed, evaluated in evaluations.items()}
+                scores = [
+                    (curves.score(runs[seed], steps, window), *held_out)
+                    for seed, held_out in middles.items()
+                    if held_out and runs[seed].steps[-1] >= steps
+                ]
                 if not scores:
                     continue
                 gaps = [trained - held_out for trained, held_out, _ in scores]
@@ -459,10 +411,8 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
 
 
 def profile_figure(protocol: Protocol, path: Path) -> bool:
-    """Performance profiles at the last mark at which an algorithm has two games; whether there is one.
-
-    There is none for a protocol with fewer than three games: so few have no profile worth a look.
-    """
+    """Performance profiles at the last mark at which an algorithm has two games; whether there is one. There is none
+    for a protocol with fewer than three games."""
     thresholds = np.linspace(-0.1, 1, 111)
     figure, axis = plt.subplots(figsize=(7, 2.7))
     for algorithm in protocol.runs if len(protocol.games) >= 3 else ():
@@ -524,8 +474,6 @@ def main(args: Args) -> None:
     for protocol in protocols:
         if protocol.name == "easy-all":
             texts["results"] = "\n".join([*summary_table(protocol), ""])
-            texts["phases"] = "\n".join([*phases_table(protocol), ""])
-            (protocol.folder / "phases.md").write_text(texts["phases"])
     throughput.main(throughput.Args(from_csv=True, device="cpu"))
     for name, path in TABLES.items():
         texts[name] = (RESULTS / path).read_text()

@@ -15,6 +15,7 @@ that run out of time save a checkpoint and are queued again.
 import csv
 import fcntl
 import hashlib
+import itertools
 import os
 import shlex
 import signal
@@ -151,9 +152,8 @@ def make_jobs(args: Args) -> list[Job]:
     for name, values in {"algorithms": algorithms, "env_ids": args.env_ids}.items():
         if not values:
             raise InputError(f"{flag(name)} is empty: name one at least.")
-        for value, count in Counter(values).items():
-            if count > 1:
-                raise InputError(f"{flag(name)} has {value} more than once: leave one out.")
+        if twice := [value for value, count in Counter(values).items() if count > 1]:
+            raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
     for word in args.extra:
         if word.partition("=")[0].replace("_", "-") in OWN_FLAGS:
             raise InputError(f"{word} cannot come after --: it is for this script to give to each run.")
@@ -171,16 +171,13 @@ def make_jobs(args: Args) -> list[Job]:
     common += args.extra
     parsed = {name: parse(type(default), default, words=common) for name, default in defaults.items()}
     jobs = []
-    for seed in range(1, args.seeds + 1):
-        for env_id in args.env_ids:
-            for algorithm in algorithms:
-                settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
-                settings.validate()
-                levels = {name: getattr(settings, name) for name in LEVELS}
-                check_envs(env_id, settings.num_envs, **levels)
-                if settings.eval_interval:
-                    held_out_settings(settings)
-                jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
+    for seed, env_id, algorithm in itertools.product(range(1, args.seeds + 1), args.env_ids, algorithms):
+        settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
+        settings.validate()
+        check_envs(env_id, settings.num_envs, **{name: getattr(settings, name) for name in LEVELS})
+        if settings.eval_interval:
+            held_out_settings(settings)
+        jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
     return jobs
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks/throughput.py                       # the table and chart: 50 minutes on two cores
     python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
-    python benchmarks/throughput.py --sweeps num_envs feature_dim threads --configurations default
 
 Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around the script's
 functions. Configurations take turns (A B C A B C ...), so that a machine that drifts slows all of them. Rollouts are
@@ -26,7 +25,6 @@ import concurrent.futures
 import csv
 import importlib
 import importlib.util
-import itertools
 import json
 import multiprocessing
 import os
@@ -36,7 +34,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -62,11 +59,6 @@ from common.signals import one_line_errors
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 ACCELERATED = ("compile", "cudagraphs")
-SWEEPS = {
-    "num_envs": (16, 64, 256, 1024),
-    "feature_dim": (256, 512, 1024),
-    "threads": (1, 2, 4, 8, 16),
-}
 PHASES = ("act", "env", "learn", "aux")
 MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
@@ -85,8 +77,6 @@ class Args:
     """measurements of each configuration, in turn"""
     num_steps: Positive[int] = 32
     """steps of each environment in an iteration"""
-    sweeps: tuple[Literal[*SWEEPS], ...] = ()
-    """also measure how the cost grows: num_envs (16 to 1024), feature_dim (x1, x2, x4), threads"""
     memory: bool = True
     """also measure the default configuration's peak memory at its default sizes"""
     from_csv: bool = False
@@ -103,14 +93,12 @@ class Args:
 def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
     """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more.
 
-    With other than 64 environments, too, so that sweeps vary nothing else. Each iteration of PPG ends with an auxiliary
-    phase, or if its rollouts do not fill a batch of it, each few: a step costs what it does in a full phase.
+    Each iteration of PPG ends with an auxiliary phase, or if its rollouts do not fill a batch of it, each few: a step
+    costs what it does in a full phase.
     """
     shorter = num_steps / args.num_steps
-    envs = args.batch_size if algorithm == "impala" else args.num_envs
-    usual = envs if algorithm == "impala" else 64
-    args.num_minibatches = max(1, round(args.num_minibatches * shorter * envs / usual))
-    iteration = envs * num_steps
+    args.num_minibatches = max(1, round(args.num_minibatches * shorter))
+    iteration = num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
     if algorithm == "ppg":
         args.num_aux_rollouts = round(args.num_aux_rollouts / shorter)
         args.n_pi = max(1, args.num_aux_rollouts // args.num_envs)
@@ -133,18 +121,11 @@ def make_plain(script: Any, args: Any, configuration: str) -> None:
         script.ImpalaCNN.forward = forward
 
 
-def identity(job: dict[str, Any]) -> dict[str, Any]:
-    """What a row of the CSV says of its job."""
-    return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")}
-
-
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
     script, configuration = importlib.import_module(job["algorithm"]), job["configuration"]
     mode = configuration if configuration in ACCELERATED else "eager"
     args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
-    if job["sweep"] in ("num_envs", "feature_dim"):
-        setattr(args, job["sweep"], job["value"])
     if configuration == "fp32":
         args.precision = "fp32"
     elif configuration.startswith("plain"):
@@ -247,9 +228,6 @@ def run_briefly(script: Any, args: Any) -> None:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one script in one configuration; return what it took, per step. For a process of its own."""
-    if job["sweep"] == "threads":
-        torch.set_num_threads(job["value"])
-        os.environ["OMP_NUM_THREADS"] = str(job["value"])  # else a GPU has one
     script, args, device = configure(job)
     shorten(job["algorithm"], args, job["num_steps"], 1 if job["configuration"].startswith("plain") else 4)
     if job["algorithm"] == "impala":
@@ -272,7 +250,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         learn, aux = args.e_policy * training, args.e_aux * training + forward
     peak = matmul_rate(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return {
-        **identity(job),
+        **job,
         "precision": args.precision,
         "steps_per_second": steps / (end - start),
         **{f"{phase}_us": seconds[phase] / steps * 1e6 for phase in (*PHASES, "wait")},
@@ -295,7 +273,7 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     if job["algorithm"] == "ppg":
         args.e_aux = 1  # further passes need no more memory
     run_briefly(script, args)
-    return identity(job) | {"precision": args.precision, "peak_gb": peak_memory(device)}
+    return job | {"precision": args.precision, "peak_gb": peak_memory(device)}
 
 
 # --------------------------------------------------------------------------------------------------- the measurements
@@ -314,7 +292,7 @@ def be_quiet() -> None:
 
 
 COLUMNS = [
-    *("algorithm", "configuration", "repeat", "sweep", "value", "precision", "steps_per_second"),
+    *("algorithm", "configuration", "repeat", "sweep", "precision", "steps_per_second"),
     *(f"{phase}_us" for phase in (*PHASES, "wait")),
     *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul"),
     *("peak_gb", "torch_threads"),
@@ -322,30 +300,27 @@ COLUMNS = [
 
 
 def plan(args: Args) -> list[dict[str, Any]]:
-    """The measurements to make, in turn. `measure` and `measure_memory` say what they want of a job."""
-
-    def jobs(repeats: int, sweep: str = "", values: Sequence[Any] = ("",)) -> list[dict[str, Any]]:
-        columns = ("algorithm", "repeat", "value", "configuration")
-        choices = itertools.product(args.algorithms, range(repeats), values, args.configurations)
-        given = {"sweep": sweep, "env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
-        return [given | dict(zip(columns, each, strict=True)) for each in choices]
-
-    planned = jobs(args.repeats)
-    for sweep in args.sweeps:
-        values = SWEEPS[sweep] if sweep != "threads" else [n for n in SWEEPS[sweep] if n <= os.cpu_count()]
-        planned += jobs(args.repeats, sweep, values)
-    if args.memory:
-        planned += [job for job in jobs(1, "memory", ("default sizes",)) if job["configuration"] == "default"]
-    return planned
+    """The measurements to make, in turn: `sweep` is "memory" for one of memory alone."""
+    given = {"sweep": "", "env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
+    jobs = [
+        given | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat}
+        for algorithm in args.algorithms
+        for repeat in range(args.repeats)
+        for configuration in args.configurations
+    ]
+    if args.memory and "default" in args.configurations:
+        default = {"sweep": "memory", "configuration": "default", "repeat": 0}
+        jobs += [given | default | {"algorithm": algorithm} for algorithm in args.algorithms]
+    return jobs
 
 
 def run_all(args: Args, file: IO[str]) -> None:
     """All measurements: a row of CSV and a line on the screen for each as it comes."""
     jobs = plan(args)
-    writer = csv.DictWriter(file, COLUMNS, restval="")
+    writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
     writer.writeheader()
     for number, job in enumerate(jobs, 1):
-        what = " ".join(str(job[key]) for key in ("algorithm", "configuration", "sweep", "value")).rstrip()
+        what = f"{job['algorithm']} {job['configuration']} {job['sweep']}".rstrip()
         try:
             row = alone(measure_memory if job["sweep"] == "memory" else measure, job)
         except Exception as error:  # killed for its memory, say: the others still count
@@ -365,12 +340,11 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
-def by_configuration(rows: list[dict[str, str]], sweep: str = "") -> dict[tuple[str, ...], list[dict[str, str]]]:
+def by_configuration(rows: list[dict[str, str]], sweep: str = "") -> dict[tuple[str, str], list[dict[str, str]]]:
     groups = defaultdict(list)
     for row in rows:
         if row["sweep"] == sweep:
-            key = (row["algorithm"], row["configuration"])
-            groups[(*key, row["value"]) if sweep and sweep != "memory" else key].append(row)
+            groups[row["algorithm"], row["configuration"]].append(row)
     return groups
 
 
@@ -387,28 +361,17 @@ def ratios(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
 
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown: a row for each algorithm and configuration; medians, and minimum and maximum in brackets."""
-    groups, memory = by_configuration(rows), by_configuration(rows, "memory")
-
-    def phases(group: list[dict[str, str]]) -> list[str]:
-        return [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
-
-    columns, cells = ["", "steps/s", "x plain", "x plain+malloc", *PHASES, "learn, aux, all of matmul", "GB"], []
+    groups, memory, cells = by_configuration(rows), by_configuration(rows, "memory"), []
     for (algorithm, configuration), group in groups.items():
-        shares = ("learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul")
-        shares = [f"{statistics.median(column(group, name)):.0%}" if column(group, name) else "-" for name in shares]
-        peak = memory.get((algorithm, configuration))
         row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
         row += [ratios(group, groups.get((algorithm, other), [])) for other in ("plain", "plain+malloc")]
-        cells.append([*row, *phases(group), ", ".join(shares), f"{float(peak[0]['peak_gb']):.2f}" if peak else "-"])
-    lines = readme.markdown(columns, cells)
-    for sweep in SWEEPS:
-        cells = []
-        for (algorithm, configuration, value), group in by_configuration(rows, sweep).items():
-            row = [f"{readme.label(algorithm)} {configuration}, {value}", spread(column(group, "steps_per_second"))]
-            cells.append([*row, *phases(group), f"{max(column(group, 'peak_gb')):.2f}"])
-        if cells:
-            lines += ["", *readme.markdown([sweep, "steps/s", *PHASES, "GB"], cells)]
-    return "\n".join(lines) + "\n"
+        row += [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
+        shares = [column(group, f"{part}share_of_matmul") for part in ("learn_", "aux_", "")]
+        row.append(", ".join(f"{statistics.median(share):.0%}" if share else "-" for share in shares))
+        peak = memory.get((algorithm, configuration))
+        cells.append([*row, f"{float(peak[0]['peak_gb']):.2f}" if peak else "-"])
+    columns = ["", "steps/s", "x plain", "x plain+malloc", *PHASES, "learn, aux, all of matmul", "GB"]
+    return "\n".join(readme.markdown(columns, cells)) + "\n"
 
 
 def chart(rows: list[dict[str, str]], path: Path) -> None:
