@@ -144,14 +144,8 @@ def with_interval(
     value = float(statistic(games))
     if min(map(len, games)) < 5 or math.isnan(value):
         return value, math.nan, math.nan
-    result = stats.bootstrap(
-        tuple(games),
-        lambda *samples, axis: statistic(samples),
-        n_resamples=5000,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(0),
-    )
+    settings = {"n_resamples": 5000, "method": "percentile", "vectorized": True, "rng": np.random.default_rng(0)}
+    result = stats.bootstrap(tuple(games), lambda *samples, axis: statistic(samples), **settings)
     return value, float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 

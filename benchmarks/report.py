@@ -110,10 +110,8 @@ class Protocol:
         return (read_reference(file) if file else {}), label
 
     def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
-        """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games.
-
-        No published scores if one of the games lacks them.
-        """
+        """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games:
+        none if one of the games lacks them."""
         published, _ = self.published(algorithm)
         ranged = sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys())
         ours = {game: scores for game in ranged if (scores := self.scores(algorithm, game, steps))}

@@ -22,12 +22,13 @@ benchmarks/README.md.
 """
 
 import concurrent.futures
+import contextlib
 import csv
 import importlib
 import importlib.util
+import io
 import json
 import multiprocessing
-import os
 import shlex
 import statistics
 import sys
@@ -221,7 +222,8 @@ def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any)
 
 
 def run_briefly(script: Any, args: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    """Run a script, in a folder that goes, and drop what it prints about its progress."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         args.runs_dir = folder
         script.main(args)
 
@@ -282,13 +284,8 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
 def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Call `function(job)` in a fresh process, so that allocator settings, patches and peak memory are its own."""
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=be_quiet) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, job).result()
-
-
-def be_quiet() -> None:
-    """Drop what the scripts print about their progress."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 COLUMNS = [
