@@ -25,6 +25,7 @@ import run as launcher
 import throughput
 from common import device, session
 from common.errors import InputError
+from common.files import read_json, write_json
 from common.run import Run
 from common.settings import flag
 from fast import small_networks
@@ -32,50 +33,41 @@ from helpers import read_csv, small_args
 
 
 def test_collect_copies_a_curve_and_its_origin(tmp_path):
-    results, stopped = tmp_path / "results", tmp_path / "stopped"
-    sizes = {"num_steps": 2, "total_timesteps": 16}
+    sizes, place = {"num_steps": 2, "total_timesteps": 16}, "easy-200/ppo/maze/seed3.csv"
     with small_networks():
         run_dir = ppo.main(small_args(ppo, tmp_path / "runs", sizes, env_id="maze", num_levels=200, seed=3))
-    progress, meta = (run_dir / name for name in ("progress.csv", "meta.json"))
+    progress, meta = run_dir / "progress.csv", run_dir / "meta.json"
     curve, origin = progress.read_text(), meta.read_text()
-    part = curve[: curve.index("16,")]
+    part, killed = curve[: curve.index("16,")], json.dumps(json.loads(origin) | {"finished": None})
 
-    def collected(folder):
-        return json.loads((folder / "easy-200/ppo/maze/seed3.meta.json").read_text())
-
-    target = collect.collect(run_dir, results)
-    assert target == results / "easy-200" / "ppo" / "maze" / "seed3.csv"
-    rows = read_csv(target)
-    assert [row["step"] for row in rows] == ["8", "16"]
-    assert float(rows[-1]["seconds"]) == collected(results)["seconds"]
-    assert "--num-levels 200" in collected(results)["command"]
-    assert "runs-dir" not in collected(results)["command"]
-    assert collect.collect(run_dir, results) == target  # the same run again changes nothing
-    killed = json.dumps(json.loads(origin) | {"finished": None})  # in its last evaluation
-    for text, its_origin, words in (
-        (curve.replace("\n16,", "\n17,"), origin, r"seed3\.csv holds another run"),
-        (part, origin, "8 of 16 steps: let it end first"),
-        (curve, killed, "let it end first"),
-    ):
+    def collected(name, text=curve, its_origin=origin, **settings):
+        """What the origin says after the run has been collected in this state."""
         progress.write_text(text)
         meta.write_text(its_origin)
+        target = collect.collect(run_dir, tmp_path / name, **settings)
+        assert target == tmp_path / name / place
+        assert target.read_text() == text
+        return read_json(target.with_suffix(".meta.json"))
+
+    found = collected("results")
+    assert found["seconds"] == float(read_csv(progress)[-1]["seconds"])
+    assert "--num-levels 200" in found["command"]
+    assert "runs-dir" not in found["command"]
+    assert collected("results") == found  # the same run again changes nothing
+    assert collected("stopped", part, unfinished=True)["stopped_at"] == 8
+    assert "stopped_at" not in collected("stopped", unfinished=True)  # the run has gone on
+    for text, its_origin, words, settings in (
+        (curve.replace("\n16,", "\n17,"), origin, r"seed3\.csv holds another run", {}),
+        (part, origin, "8 of 16 steps: let it end first", {}),
+        (curve, killed, "let it end first", {}),  # in its last evaluation
+        (part, origin, r"seed3\.csv holds another run", {"unfinished": True}),  # not the shorter for the longer
+    ):
         with pytest.raises(InputError, match=words):
-            collect.collect(run_dir, results)
-    progress.write_text(part)
-    collect.collect(run_dir, stopped, unfinished=True)
-    assert collected(stopped)["stopped_at"] == 8
-    progress.write_text(curve)
-    meta.write_text(origin)
-    collect.collect(run_dir, stopped, unfinished=True)  # the run has gone on
-    assert (stopped / "easy-200/ppo/maze/seed3.csv").read_text() == curve
-    assert "stopped_at" not in collected(stopped)
-    progress.write_text(part)
-    with pytest.raises(InputError, match=r"seed3\.csv holds another run"):  # not the shorter for the longer
-        collect.collect(run_dir, stopped, unfinished=True)
+            collected("results", text, its_origin, **settings)
     for name in ("meta.json", "args.json"):
         (run_dir / name).unlink()
         with pytest.raises(InputError, match=f"is no run folder: it has no readable {name}"):
-            collect.collect(run_dir, results)
+            collect.collect(run_dir, tmp_path / "results")
 
 
 @pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("..", "-"), ("", "-"), ("a/b.5", "a-b.5")])
@@ -104,16 +96,18 @@ MAY_BE_0 = {(evaluate, "seed"), (evaluate, "episodes"), (launcher, "slurm_gpus")
 @pytest.mark.parametrize("module", LIMITED, ids=lambda module: module.__name__)
 def test_numbers_and_choices_have_limits(module):
     """Which `main` checks before all else. The limits themselves: tests/test_session.py."""
-    required, tried = [Path() for field in fields(module.Args) if field.default is MISSING], 0
-    for name, hint in get_type_hints(module.Args).items():
-        if kind := re.search(r"\b(int|float|Literal)\b", str(hint)):
-            args, least = module.Args(*required), -1 if (module, name) in MAY_BE_0 else 0
-            given, value = getattr(args, name), "other" if kind[1] == "Literal" else least
-            setattr(args, name, (*given[:-1], value) if isinstance(given, tuple) else value)
+    required = [Path() for field in fields(module.Args) if field.default is MISSING]
+    hints = {
+        name: re.search(r"\b(int|float|Literal)\b", str(hint)) for name, hint in get_type_hints(module.Args).items()
+    }
+    assert any(hints.values())
+    for name, kind in hints.items():
+        args, least = module.Args(*required), -1 if (module, name) in MAY_BE_0 else 0
+        given, value = getattr(args, name), "other" if kind and kind[1] == "Literal" else least
+        setattr(args, name, (*given[:-1], value) if isinstance(given, tuple) else value)
+        if kind:
             with pytest.raises(InputError, match=f"^{flag(name)} {value} (cannot work|is not known)"):
                 module.main(args)
-            tried += 1
-    assert tried
 
 
 def test_every_script_says_an_error_in_one_line():
@@ -145,12 +139,10 @@ JOB = {"repeat": 0, "sweep": "", "device": "cpu", "num_steps": 4, "env_id": "sta
 
 def make_tiny(algorithm, args, num_steps, iterations):
     """In place of `throughput.shorten`: iterations of 4 environments, which end with an auxiliary phase."""
-    args.num_envs, args.num_steps, args.num_minibatches = 4, num_steps, 1
-    args.total_timesteps = (1 + iterations) * 4 * num_steps
-    if algorithm == "ppg":
-        args.n_pi = 1
-    if algorithm == "impala":
-        args.batch_size = 4
+    tiny = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 1, "n_pi": 1, "batch_size": 4}
+    for name, value in (tiny | {"total_timesteps": (1 + iterations) * 4 * num_steps}).items():
+        if hasattr(args, name) and isinstance(getattr(type(args), name, None), int):
+            setattr(args, name, value)
 
 
 @pytest.fixture
@@ -211,16 +203,18 @@ def test_throughput_measures_real_runs(algorithm, put_back, monkeypatch):
 
 def test_the_memory_of_a_policy_phase_is_that_of_all_its_rollouts(put_back, monkeypatch):
     script, configure, phases = put_back("ppg"), throughput.configure, []
+    auxiliary_phase = script.auxiliary_phase
 
     def configure_small(job):
         script, args, device = configure(job)
         args.num_envs, args.num_steps, args.num_minibatches, args.n_pi, args.feature_dim = 4, 8, 4, 4, 8
         return script, args, device
 
-    auxiliary_phase = script.auxiliary_phase
-    script.auxiliary_phase = lambda agent, optimizer, phase, args, *rest: (
-        phases.append((len(phase.obs), args.e_aux)) or auxiliary_phase(agent, optimizer, phase, args, *rest)
-    )
+    def watched(agent, optimizer, phase, args, *rest):
+        phases.append((len(phase.obs), args.e_aux))
+        return auxiliary_phase(agent, optimizer, phase, args, *rest)
+
+    script.auxiliary_phase = watched
     monkeypatch.setattr(throughput, "configure", configure_small)
     job = JOB | {"algorithm": "ppg", "configuration": "default", "sweep": "memory"}
     row = throughput.measure_memory(job | {"env_id": "CartPole-v1"})
@@ -256,35 +250,32 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
 
 def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
     """Ratios are those of one round, and the document's block is replaced, not its neighbours."""
+    same = {"act_us": 100, "env_us": 10, "learn_us": 900, "aux_us": 0, "learn_share_of_matmul": 0.5}
+    same |= {"algorithm": "ppo", "sweep": "", "share_of_matmul": 0.4, "aux_share_of_matmul": "", "peak_gb": 1.5}
+    speeds = {"plain": (100, 200, 100), "default": (400, 900, 500, 700)}
     rows = [
-        {
-            "algorithm": "ppo", "configuration": configuration, "repeat": repeat, "sweep": "", "value": "",
-            "precision": "fp32", "steps_per_second": speed, "act_us": 100, "env_us": 10, "learn_us": 900, "aux_us": 0,
-            "learn_share_of_matmul": 0.5, "aux_share_of_matmul": "", "share_of_matmul": 0.4, "peak_gb": 1.5,
-        }
-        for configuration, speeds in (("plain", (100, 200, 100)), ("default", (400, 900, 500, 700)))
-        for repeat, speed in enumerate(speeds)
-    ]  # fmt: skip
+        same | {"configuration": configuration, "repeat": repeat, "steps_per_second": speed}
+        for configuration in speeds
+        for repeat, speed in enumerate(speeds[configuration])
+    ]
     rows.append({"algorithm": "ppo", "configuration": "default", "repeat": 0, "sweep": "memory", "peak_gb": 1.234})
-    out = tmp_path / "throughput"
-    out.mkdir()
-    with (out / "cpu.csv").open("w", newline="") as file:
+    args = throughput.Args(from_csv=True, update_readme=True, out=tmp_path, device="cpu")
+    with pytest.raises(InputError, match="leave --from-csv out"):
+        throughput.main(args)
+    with (tmp_path / "cpu.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], restval="")
         writer.writeheader()
         writer.writerows(rows)
-    with pytest.raises(InputError, match="leave --from-csv out"):
-        throughput.main(throughput.Args(from_csv=True, out=tmp_path, device="cpu"))
-    (out / "cpu.meta.json").write_text(json.dumps({"machine": "2 x Test", "commit": "0123456789abc", "command": "c"}))
+    write_json(tmp_path / "cpu.meta.json", {"machine": "2 x Test", "commit": "0123456789abc", "command": "c"})
     (tmp_path / "README.md").write_text("before\n<!-- throughput cpu -->\nold\n<!-- end of throughput cpu -->\nafter\n")
     monkeypatch.setattr(readme, "DOCUMENTS", (tmp_path / "README.md",))
-    throughput.main(throughput.Args(from_csv=True, update_readme=True, out=out, device="cpu"))
-    document, table = (tmp_path / "README.md").read_text(), (out / "cpu.md").read_text()
+    throughput.main(args)
+    document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
-    line = next(line for line in document.splitlines() if line.startswith("| PPO default"))
-    cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[1:4] == ["600 [400, 900]", "4.50 [4.00, 5.00]", "-"]
-    assert cells[4:] == ["100", "10", "900", "0", "50%, -, 40%", "1.23"]
-    assert (out / "cpu.png").stat().st_size > 5000
+    row = "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | - | 100 | 10 | 900 | 0 | 50%, -, 40% | 1.23 |"
+    assert row in document.splitlines()
+    assert "Measured on 2 x Test, commit 0123456789: `c`." in document.splitlines()
+    assert (tmp_path / "cpu.png").stat().st_size > 5000
 
 
 def test_throughput_configurations_alternate():

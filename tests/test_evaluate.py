@@ -34,12 +34,6 @@ def bossfight(tmp_path_factory, small_networks):
     return train(ppo, tmp_path_factory.mktemp("runs"), "bossfight", num_levels=3, start_level=4)
 
 
-@pytest.fixture
-def nothing_is_played(monkeypatch):
-    for place, name in ((HeldOut, "play"), (evaluate, "play_randomly")):
-        monkeypatch.setattr(place, name, mock.Mock(side_effect=AssertionError))
-
-
 @pytest.mark.usefixtures("small_networks")
 @ALL
 def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
@@ -57,37 +51,30 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("small_networks")
-def test_figures_of_known_returns(tmp_path, monkeypatch):
+def test_two_games(tmp_path, monkeypatch):
+    """Figures of known returns; and a video whose grid cannot hold them."""
     run_dir = train(ppo, tmp_path, "coinrun,maze")
+    with pytest.raises(InputError, match="--video-grid 3 1 cannot be shared by 2 games: use a multiple of 2"):
+        evaluate.main(evaluate.Args(run_dir, device="cpu", video=tmp_path / "out.gif", video_grid=(3, 1)))
     returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
     monkeypatch.setattr(HeldOut, "play", lambda *args: (returns, returns + 1))
     figures = evaluate.main(evaluate.Args(run_dir, episodes=8, num_envs=4, device="cpu"))
-    assert figures["coinrun mean"] == 7.5
-    assert figures["coinrun standard error"] == pytest.approx(5 / 2)
-    assert figures["coinrun IQM"] == 10
-    assert figures["coinrun normalised mean"] == 0.5
-    assert figures["maze mean"] == 6.25
-    assert figures["maze mean length"] == 7.25
+    coinrun = [figures[f"coinrun {name}"] for name in ("mean", "standard error", "IQM", "normalised mean")]
+    assert coinrun == pytest.approx([7.5, 5 / 2, 10, 0.5])
+    assert (figures["maze mean"], figures["maze mean length"]) == (6.25, 7.25)
 
 
 def test_levels(bossfight, monkeypatch):
     seeds = []
-
-    def play(held_out, *args):
-        seeds.extend(level_seeds(held_out.envs))
-        return np.zeros((2, 32, 1))
-
-    monkeypatch.setattr(HeldOut, "play", play)
+    monkeypatch.setattr(
+        HeldOut, "play", lambda held_out, *_: seeds.extend(level_seeds(held_out.envs)) or np.ones((2, 32, 1))
+    )
     evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels="train", device="cpu"))
     assert set(seeds) == {4, 5, 6}
-
-
-def test_level_ranges():
     limited, unlimited = ppo.Args(num_levels=200, start_level=10), ppo.Args()
     assert evaluate.level_range(limited, "unseen") == {"num_levels": 2**31 - 1 - 210, "start_level": 210}
-    assert evaluate.level_range(limited, "all") == {"num_levels": 0, "start_level": 0}
-    assert evaluate.level_range(limited, "train") == {"num_levels": 200, "start_level": 10}
-    assert evaluate.level_range(unlimited, "train") == {"num_levels": 0, "start_level": 0}
+    for args, levels in ((limited, "all"), (unlimited, "train")):
+        assert evaluate.level_range(args, levels) == {"num_levels": 0, "start_level": 0}
     with pytest.raises(InputError, match="none is unseen: use --levels all"):
         evaluate.level_range(unlimited, "unseen")
 
@@ -148,7 +135,6 @@ def test_random_actions_of_any_kind(env_id, capsys):
     assert f"random policy: {env_id}, easy, 8 episodes" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("nothing_is_played")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -174,17 +160,11 @@ def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     """Nothing is played or written."""
     monkeypatch.chdir(tmp_path)
     Path("folder.gif").mkdir()
+    for place, name in ((HeldOut, "play"), (evaluate, "play_randomly")):
+        monkeypatch.setattr(place, name, mock.Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=words):
         evaluate.main(evaluate.Args(**{"source": bossfight} | settings))
     assert list(tmp_path.iterdir()) == [tmp_path / "folder.gif"]
-
-
-@pytest.mark.usefixtures("small_networks")
-def test_a_grid_of_several_games(tmp_path):
-    run_dir = train(ppo, tmp_path, "coinrun,maze,heist,jumper")
-    args = evaluate.Args(run_dir, episodes=6, num_envs=6, device="cpu", video=tmp_path / "out.gif")
-    with pytest.raises(InputError, match="--video-grid 3 2 cannot be shared by 4 games: use a multiple of 4"):
-        evaluate.main(args)
 
 
 def test_readmes_code_lets_agents_act(bossfight, tmp_path):

@@ -391,9 +391,6 @@ def test_a_slurm_job_stops_its_run_and_is_repeated(tmp_path):
     with fast.Fork(tmp_path, interrupt_a_slurm_job) as process:
         assert process.wait() == 5, process.errors
     assert process.output == "again: True SlurmRun child: False\n"
-
-
-def test_a_slurm_job_fails_with_its_run():
     with pytest.raises(RuntimeError, match="exit code 3"):
         launcher.SlurmRun()(["-c", "raise SystemExit(3)"])
 

@@ -283,7 +283,11 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
         axis.plot([], label=label)
 
     monkeypatch.setattr(report, "draw", draw)
-    profile = lambda games, thresholds: drawn.update(profile=games) or thresholds  # noqa: E731
+
+    def profile(games, thresholds):
+        drawn["profile"] = games
+        return thresholds
+
     monkeypatch.setattr(curves, "performance_profile", profile)
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 2, 9.0, steps=500_000)
