@@ -284,3 +284,4 @@ def test_throughput_configurations_alternate():
     turns = [("", 0, "plain"), ("", 0, "default"), ("", 1, "plain"), ("", 1, "default")]
     memory = [(algorithm, "memory", 0, "default") for algorithm in ("ppo", "ppg")]
     assert jobs == [(algorithm, *turn) for algorithm in ("ppo", "ppg") for turn in turns] + memory
+    assert not any(job["sweep"] for job in throughput.plan(throughput.Args(configurations=("plain",))))

@@ -185,8 +185,6 @@ def test_readmes_code_lets_agents_act(bossfight, tmp_path):
     assert names["state"].all()
 
 
-# ------------------------------------------------------------------------------------------------------------- export
-
 CASES = {  # and the shape of an observation
     "frames": (ppo, {"env_id": "starpilot", "precision": "bf16"}, (64, 64, 3)),
     "gaussian": (ppo, {"env_id": "Pendulum-v1"}, (3,)),

@@ -78,9 +78,6 @@ def states(jobs):
     return [(job.state, job.attempts) for job in jobs]
 
 
-# --------------------------------------------------------------------------------------------------------- the matrix
-
-
 def test_the_matrix_has_one_seed_of_all_first():
     games = ("starpilot", "coinrun,maze")
     jobs = launcher.make_jobs(launcher.Args(algorithms=("ppo", "impala"), env_ids=games, seeds=2))
@@ -205,9 +202,6 @@ def test_places(tmp_path, monkeypatch):
         ({}, ["cuda:0", "cuda:1", "cuda:2"]),
     ):
         assert launcher.places(launcher.Args(**settings)) == expected
-
-
-# ------------------------------------------------------------------------------------------------------ running here
 
 
 def test_runs_are_made_once(tmp_path, in_process, capsys):
@@ -367,9 +361,6 @@ def test_the_table(tmp_path):
     assert "2 runs: 1 running, 1 waiting" in text
     assert "\n|ppo CartPole-v1 1|running|256|1,000|64|22.50|0:00:12|" in text
     assert "\n|ppo CartPole-v1 2|waiting|0|1,000|-|-|-|exit code 1: cannot open [/x]|" in text
-
-
-# ----------------------------------------------------------------------------------------------------------- on Slurm
 
 
 def interrupt_a_slurm_job():

@@ -22,8 +22,6 @@ from common.scores import normalized
 from helpers import small_args
 from test_run import read_scalars
 
-# --------------------------------------------------------------------------------------------------------- statistics
-
 
 def test_scores_count_every_episode_of_the_window():
     curve = curves.Curve([10, 20, 30, 40], [1.0, 2, 3, 4], [5, 0, 1, 3], [100.0, float("nan"), 2.0, 6.0])
@@ -93,9 +91,6 @@ def test_published_runs():
     assert published["maze"].scores(100_000) == published["maze"].scores(60_000_000) == []
     for path in curves.REFERENCE.glob("*.csv"):
         assert all(len(game.returns) == 3 for game in curves.read_reference(path.stem).values())
-
-
-# ---------------------------------------------------------------------------------------------------------- the report
 
 
 @pytest.fixture
@@ -397,9 +392,6 @@ def test_collect_keeps_evaluations(tmp_path):
     assert not target.exists()
     beside.unlink()
     assert collect.collect(plain, results) == target
-
-
-# -------------------------------------------------------------------------------------------------------- TensorBoard
 
 
 def test_event_files_become_the_progress_of_the_run(tmp_path):
