@@ -255,7 +255,8 @@ def summarise(returns: np.ndarray, lengths: np.ndarray, games: list[str], mode: 
 
 
 def evaluate_random_policy(args: Args) -> dict[str, float]:
-    mode, made, figures = args.distribution_mode or "easy", [], {}
+    mode = args.distribution_mode or "easy"
+    made, figures = [], {}
     for env_id in args.random_policy:  # all tasks are known before the first is played
         num_envs, quota = share_episodes(args.episodes, args.num_envs, env_id.split(","))
         made.append((env_id, make_envs(env_id, num_envs, seed=args.seed, distribution_mode=mode), quota))

@@ -143,7 +143,8 @@ def needed(names: list[str], python: str, without: set[str]) -> set[str]:
 def gather(args: Args) -> None:
     """Fill wheels/ with requirements.txt and pytest, in the versions installed here, and libs/ with what Procgen draws
     in. Left out is what the machine has: --there with all that these need, and the runtimes of C and C++."""
-    wheels, libs, pip = args.gather / "wheels", args.gather / "libs", [sys.executable, "-m", "pip"]
+    wheels, libs = args.gather / "wheels", args.gather / "libs"
+    pip = [sys.executable, "-m", "pip"]
     for folder in (wheels, libs):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

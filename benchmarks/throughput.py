@@ -124,7 +124,8 @@ def make_plain(script: Any, args: Any, configuration: str) -> None:
 
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
-    script, configuration = importlib.import_module(job["algorithm"]), job["configuration"]
+    script = importlib.import_module(job["algorithm"])
+    configuration = job["configuration"]
     mode = configuration if configuration in ACCELERATED else "eager"
     args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
     if configuration == "fp32":
