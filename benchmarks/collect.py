@@ -11,7 +11,6 @@ stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-i
 ended has its last step there, as `stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
 """
 
-import json
 import re
 import shlex
 import sys
@@ -22,10 +21,11 @@ from typing import Any
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.errors import InputError
-from common.files import read_json, write_json
-from common.resume import MAY_CHANGE
-from common.signals import one_line_errors
+from common import InputError
+from common.checkpoint import MAY_CHANGE
+from common.run import write_json
+from common.session import one_line_errors
+from common.settings import read_json
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -35,12 +35,16 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
 
     Raises InputError for a run that is not to be collected unfinished, or that differs in settings from seeds there.
     """
-    args, meta, curve = any_run(run_dir) if unfinished else finished_run(run_dir)
+    args, meta, curve = read_run(run_dir)
+    if "stopped_at" in meta and not unfinished:
+        raise InputError(
+            f"{run_dir} has made {meta['stopped_at']} of {args['total_timesteps']} steps: let it end first"
+        )
     levels = args["num_levels"] or "all"
     algorithm, game = (re.sub(r"/|^\.*$", "-", args[name]) for name in ("exp_name", "env_id"))  # names of folders
     folder = results / f"{args['distribution_mode']}-{levels}" / algorithm / game
     for neighbour in folder.glob("*.meta.json"):
-        theirs = json.loads(neighbour.read_text())["command"]
+        theirs = read_json(neighbour)["command"]
         if same_settings(theirs) != same_settings(meta["command"]):
             raise InputError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
@@ -48,7 +52,11 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     evaluations = read(run_dir / "eval.csv") if args.get("eval_interval") else None
     if beside.exists() and not (evaluations or "").startswith(beside.read_text()):
         raise InputError(f"{beside} is of another run of this seed: remove it first")
-    write_curve(target, curve, meta)
+    if target.exists() and not curve.startswith(target.read_text()):
+        raise InputError(f"{target} holds another run of this seed: remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(curve)
+    write_json(target.with_suffix(".meta.json"), meta)
     if evaluations is not None:
         beside.write_text(evaluations)
     return target
@@ -65,7 +73,7 @@ def read(path: Path) -> str:
     return text
 
 
-def any_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Settings, origin and curve of a run. The origin of one that has not ended has its last step as `stopped_at`."""
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
     if not (args and meta):
@@ -76,23 +84,6 @@ def any_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     if int(steps) < args["total_timesteps"] or not meta.get("finished"):  # after the last row come the last evaluations
         meta["stopped_at"] = int(steps)
     return args, meta | {"seconds": float(seconds)}, curve
-
-
-def finished_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Settings, origin and curve of a run. Raises InputError for one that has not ended."""
-    args, meta, curve = any_run(run_dir)
-    if steps := meta.get("stopped_at"):
-        raise InputError(f"{run_dir} has made {steps} of {args['total_timesteps']} steps: let it end first")
-    return args, meta, curve
-
-
-def write_curve(target: Path, curve: str, meta: dict[str, Any]) -> None:
-    """Write a curve with its origin beside it. Raises InputError where another curve is that this does not go on."""
-    if target.exists() and not curve.startswith(target.read_text()):
-        raise InputError(f"{target} holds another run of this seed: remove it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(curve)
-    write_json(target.with_suffix(".meta.json"), meta)
 
 
 def same_settings(command: str) -> list[list[str]]:

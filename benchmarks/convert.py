@@ -4,8 +4,7 @@
     python benchmarks/convert.py benchmarks/results/easy-all/ppo/starpilot/seed1.csv events/
 
 The CSV is that of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
-episodes that ended in them, mean return of the last 100. Event files that were made of such a CSV give it again, with
-its own rows.
+episodes that ended in them, mean return of the last 100.
 """
 
 import csv
@@ -22,10 +21,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.errors import InputError
+from common import InputError
 from common.run import CSV_COLUMNS
+from common.session import one_line_errors
 from common.settings import Positive, check_limits
-from common.signals import one_line_errors
+from curves import read_columns
 
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 LAST_100, COUNT = "charts/last_100_return", "charts/episodes"  # with COUNT, EPISODE is the mean of so many episodes
@@ -52,7 +52,7 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
     if EPISODE not in events.Tags()["scalars"]:
         raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
     if COUNT in events.Tags()["scalars"]:
-        return from_rows(events)
+        raise InputError(f"{source} has the rows of a CSV and no single episodes: use that CSV.")
     episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
     recent, rows, start = deque(maxlen=100), [], 0
     end = -(-episodes[-1].step // every) * every
@@ -70,30 +70,13 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
     return rows
 
 
-def from_rows(events: EventAccumulator) -> list[dict[str, str]]:
-    """The rows that `to_events` wrote."""
-    returns, recent = ({event.step: event.value for event in events.Scalars(tag)} for tag in (EPISODE, LAST_100))
-    rows = []
-    for event in events.Scalars(COUNT):
-        seconds, count = f"{event.wall_time - events.FirstEventTimestamp():.1f}", str(round(event.value))
-        means = (f"{values.get(event.step, math.nan):.6g}" for values in (returns, recent))
-        rows.append(dict(zip(COLUMNS, (str(event.step), seconds, count, *means), strict=True)))
-    return rows
-
-
 def to_events(source: Path, target: Path) -> None:
     """Write the columns of a CSV as scalars: a row at its step, as if the run had started now."""
-    try:
-        with source.open(newline="") as file:
-            rows = [[float(row[name]) for name in COLUMNS] for row in csv.DictReader(file)]
-    except (OSError, KeyError, TypeError, ValueError, csv.Error):
-        rows = []
-    if not rows:
-        raise InputError(f"{source} is no CSV of a learning curve.")
+    columns = read_columns(source, "a learning curve", dict.fromkeys(COLUMNS, float))
     with SummaryWriter(str(target)) as writer:
         start = time.time()
-        for step, seconds, episodes, *returns in rows:
-            for tag, value in ((EPISODE, returns[0]), (LAST_100, returns[1]), (COUNT, episodes)):
+        for step, seconds, episodes, episodic_return, last_100_return in zip(*columns, strict=True):
+            for tag, value in ((EPISODE, episodic_return), (LAST_100, last_100_return), (COUNT, episodes)):
                 if not math.isnan(value):
                     writer.add_scalar(tag, value, int(step), walltime=start + seconds)
 
@@ -103,8 +86,8 @@ def main(args: Args) -> None:
     if not args.source.exists():
         raise InputError(f"there is no {args.source}.")
     from_csv = args.source.suffix == ".csv"
-    there = any(args.target.glob("events.out.tfevents*")) if from_csv and args.target.is_dir() else args.target.exists()
-    if there:
+    new = not args.target.exists() or (from_csv and not any(args.target.glob("*tfevents*")) and args.target.is_dir())
+    if not new:
         raise InputError(f"{args.target} is there: remove it first, or choose another name.")
     if not args.target.parent.is_dir():
         raise InputError(f"{args.target} cannot be written: there is no {args.target.parent}.")

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.errors import InputError
+from common import InputError
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -96,9 +96,6 @@ def read_reference(name: str) -> dict[str, Reference]:
     return games
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
-
-
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
     """Of the means, with its 95 % t-interval: difference, low, high. Three runs in all at least.
 
@@ -147,14 +144,8 @@ def with_interval(
     value = float(statistic(games))
     if min(map(len, games)) < 5 or math.isnan(value):
         return value, math.nan, math.nan
-    result = stats.bootstrap(
-        tuple(games),
-        lambda *samples, axis: statistic(samples),
-        n_resamples=5000,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(0),
-    )
+    settings = {"n_resamples": 5000, "method": "percentile", "vectorized": True, "rng": np.random.default_rng(0)}
+    result = stats.bootstrap(tuple(games), lambda *samples, axis: statistic(samples), **settings)
     return value, float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 

@@ -1,191 +1,197 @@
-"""What a CUDA GPU has to show, in parts that survive the end of a short loan of the machine.
+"""What a CUDA GPU has to show.
 
-    python benchmarks/gpu_check.py --out ~/check             # all steps, in this order:
+    python benchmarks/gpu_check.py --out ~/check        # repeat it until nothing is left
 
-    tests       the tests marked `gpu`
-    resume      a run killed in an update and resumed has the parameters of an unbroken one, bit for bit
-    match       losses and gradients in float32 (no TF32) are the CPU's
-    throughput  steps per second by --accelerate, environments and groups of them, and where the time goes
-    profile     PyTorch's profile of an iteration of PPO, and of an auxiliary phase of PPG
-    runs        25 million steps in the configuration that `throughput` has found fastest
+    tests     the tests marked `gpu`
+    resume    a run of each script, killed and resumed, has the parameters of an unbroken one, bit for bit
+    speed     throughput.py of each script with --accelerate eager, compile and cudagraphs
 
-    python benchmarks/gpu_check.py --out ~/check --steps throughput runs --algorithms ppo --num-envs 64
-    python benchmarks/gpu_check.py --out /tmp/rehearsal --rehearse --num-envs 4 --total-timesteps 256
+Each part is a process of its own, with a time limit and a log in `<out>/logs`. Its line in `<out>/results.jsonl` has
+the machine and the commit. A part that failed, or that --budget had no time for, is left to the next call. A machine
+with PyTorch for CUDA but without network gets the rest in a folder that the first command fills, and goes on so:
 
-Each part of a step is a process of its own (gpu_parts.py), with a time limit and a log in `<out>/logs`.
-`<out>/results.jsonl` gets a line when it ends. A part that --budget has no time for is left to the next call: the same
-command goes on where this one ended, and runs go on from their checkpoints. With --pack, that folder gets all of --out
-after each part, in files small enough to be copied back; `cat check.tar.gz.* | tar xz -C FOLDER` unpacks them.
-
-On a bare machine with PyTorch for CUDA, in the repository's root, with `.gpu` from gather_gpu.py:
-
-    [ -d /tmp/site ] || python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/site .gpu/wheels/*
+    python benchmarks/gpu_check.py --gather .gpu --there torch numpy tensorboard imageio
+    python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/site .gpu/wheels/*
     export PYTHONPATH=/tmp/site LD_LIBRARY_PATH=$PWD/.gpu/libs${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-    python3 benchmarks/gpu_check.py --out /tmp/check --pack "$OUT" --budget 540
+    python3 benchmarks/gpu_check.py --out "$OUT" --budget 540
 """
 
-import dataclasses
+import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+import torch
 import tyro
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import readme
-import throughput
+from common import TrainingError
 from common.device import resolve_device
-from common.files import ROOT
-from common.provenance import command
+from common.run import ROOT, provenance
+from common.session import one_line_errors
 from common.settings import Positive, check_limits
-from common.signals import one_line_errors
-from gpu_parts import Common, measurements, read_rows
 
-SECONDS = {"tests": 420, "resume": 150, "match": 90, "throughput": 120, "profile": 90}  # that a part may take
-LEAST_RUN, END = 60, 20  # seconds: the least that a run is started for; what a part has to save its state at its limit
-PIECE, PIECES = "15M", 7  # size of the packed files, and how many can be copied back beside the results
+ALGORITHMS = ("ppo", "ppg", "impala")
+SECONDS = {"tests": 420, "resume": 150, "speed": 420}  # that a part may take
+UNUSED = {"imageio-ffmpeg", "glfw", "moderngl"}  # which gym3 needs for windows and videos alone
+RUNTIME = re.compile(r"(libc|libm|libdl|librt|libpthread|libresolv|libz|libstdc\+\+|libgcc_s|ld-linux-x86-64)\.so")
+PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40)))
 
 
-@dataclasses.dataclass
-class Args(Common):
-    steps: tuple[Literal["tests", "resume", "match", "throughput", "profile", "runs"], ...] = (*SECONDS, "runs")
+@dataclass
+class Args:
+    out: Path = Path("runs", "gpu_check")
+    """folder of results, logs and tables"""
+    steps: tuple[Literal["tests", "resume", "speed"], ...] = ("tests", "resume", "speed")
     """what to do"""
-    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ("ppo", "ppg", "impala")
-    """scripts to check"""
-    configurations: tuple[Literal["default", "compile", "cudagraphs"], ...] = ("default", "compile", "cudagraphs")
-    """what `throughput` compares: eager (default), compile and cudagraphs"""
-    num_envs: tuple[Positive[int], ...] = (64, 256)
-    """numbers of environments that `throughput` compares, in one group and in two"""
-    run_seconds: Positive[int] = 480
-    """seconds that a run may take of a call"""
-    budget: Positive[float] = 540.0
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    rehearse: bool = False
+    """short speed runs, without compilation and CUDA graphs"""
+    budget: Positive[float] = 3600.0
     """seconds that this call may take"""
-    again: bool = False
-    """repeat parts that have failed or run out of time"""
-    pack: Path | None = None
-    """folder for packed results"""
+    kill_and_resume: Literal[*ALGORITHMS] | None = None
+    """do nothing but a part of `resume`, here"""
+    gather: Path | None = None
+    """do nothing but gather wheels and libraries for another machine in this folder"""
+    there: tuple[str, ...] = ("torch", "numpy", "tensorboard", "imageio")
+    """packages that the other machine has"""
+    python: str = "3.12"
+    """version of Python on the other machine, which is x86-64"""
 
 
-class Part(NamedTuple):
-    name: str
-    command: list[str]
-    seconds: int  # that it may take
-
-
-def plan(args: Args) -> list[Part]:
-    """All parts of a check, in order."""
-    configurations = list(args.configurations)
-    if resolve_device(args.device).type == "cpu" and "cudagraphs" in configurations:
-        print("note: cudagraphs need a CUDA GPU and are left out")
-        configurations.remove("cudagraphs")
-    names = [("tests",)]
-    names += [(step, algorithm) for step in ("resume", "match") for algorithm in args.algorithms]
-    names += [
-        ("throughput", algorithm, configuration, f"{num_envs}x{groups}")
-        for algorithm in args.algorithms
-        for num_envs in args.num_envs
-        for groups in ((1,) if algorithm == "impala" else (1, 2))
-        for configuration in configurations
-    ]
-    names += [("profile", algorithm) for algorithm in args.algorithms if algorithm != "impala"]
-    names += [("runs", algorithm) for algorithm in args.algorithms]
-    common = Common(*(getattr(args, field.name) for field in dataclasses.fields(Common)))
-    own = [sys.executable, *shlex.split(command(common, "benchmarks/gpu_parts.py"))[1:]]
+def plan(args: Args) -> dict[str, list[str]]:
+    """The commands of all parts, by name, in order."""
     marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
-    pytest = [sys.executable, "-m", "pytest", "--disable-plugin-autoload", "-m", "gpu", "-v", "--durations=10", *marked]
-    return [
-        Part(" ".join(name), pytest if name == ("tests",) else [*own, *name], SECONDS.get(name[0], args.run_seconds))
-        for name in names
-        if name[0] in args.steps
-    ]
+    parts = {"tests": ["-m", "pytest", "--disable-plugin-autoload", "-m", "gpu", "-v", "--durations=10", *marked]}
+    speed = f"--device {args.device} --repeats 1 --no-memory --configurations default"
+    speed += " --num-steps 4" if args.rehearse else " compile cudagraphs --num-steps 256"
+    for each in ALGORITHMS:
+        parts[f"resume {each}"] = ["benchmarks/gpu_check.py", "--kill-and-resume", each, "--device", args.device]
+        out = ["--out", str(args.out / "speed" / each)]
+        parts[f"speed {each}"] = ["benchmarks/throughput.py", "--algorithms", each, *out, *speed.split()]
+    return {name: [sys.executable, *words] for name, words in parts.items() if name.split()[0] in args.steps}
 
 
-def do(part: Part, seconds: float, out: Path) -> None:
-    """Do a part in `seconds` at most, and write its line of the results. Whatever it has started ends with it."""
-    log, start, timed_out = out / "logs" / f"{part.name.replace(' ', '-')}.log", time.monotonic(), False
-    log.parent.mkdir(parents=True, exist_ok=True)
+def do(command: list[str], seconds: float, log: Path) -> int:
+    """Do a part; return its exit status. Whatever it has started ends with it, or after `seconds`."""
     with log.open("a") as file:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(part.command, cwd=ROOT, process_group=0, **streams)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(command, cwd=ROOT, process_group=0, **streams)
         try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(END)
+                process.wait(seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    taken = round(time.monotonic() - start, 1)
-    result = {"name": part.name, "command": shlex.join(part.command), "rc": process.returncode, "seconds": taken}
-    with (out / "results.jsonl").open("a") as file:
-        file.write(json.dumps(result | {"timed_out": timed_out}) + "\n")
-    end = "out of time" if timed_out else f"FAILED with {process.returncode}" if process.returncode else "ok"
-    print(f"{part.name}: {end} after {taken} s", flush=True)
-    lines = log.read_text(errors="replace").splitlines()
-    print(*(f"    {line}" for line in lines[-12 if process.returncode else -2 :]), sep="\n", flush=True)
+        return process.wait()
 
 
-def done(args: Args) -> dict[str, int]:
-    """The parts that this call leaves alone, with their exit status."""
-    path = args.out / "results.jsonl"
-    results = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    again = [args.again or (each["timed_out"] and each["name"].startswith("runs")) for each in results]
-    return {
-        each["name"]: each["rc"] for each, repeat in zip(results, again, strict=True) if not (each["rc"] and repeat)
-    }
+def kill_and_resume(algorithm: str, device: str) -> None:
+    """Raises TrainingError if a run that is killed and resumed ends with other parameters than a whole one."""
+    flags = "--num-envs 16 --num-steps 16 --num-minibatches 1 --total-timesteps 2048 --checkpoint-interval 0"
+    flags += f" --device {device}" + (" --batch-size 16 --num-actors 0" if algorithm == "impala" else "")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, f"{algorithm}.py", *flags.split(), "--runs-dir", f"{folder}/broken"]
+        process = subprocess.Popen(command, cwd=ROOT)
+        while process.poll() is None and not list(Path(folder).glob("broken/*/checkpoints/*.pt")):
+            time.sleep(0.01)
+        process.kill()
+        if process.wait() != -signal.SIGKILL:
+            raise TrainingError(f"the run to be killed ended with {process.returncode}")
+        subprocess.run([*command, "--resume", "auto"], cwd=ROOT, check=True)
+        subprocess.run([*command[:-1], f"{folder}/whole"], cwd=ROOT, check=True)
+        (broken,), (whole,) = (list(Path(folder, name).glob("*/model.pt")) for name in ("broken", "whole"))
+        resumed = json.loads(broken.with_name("meta.json").read_text())["resumed"]
+        found, expected = (torch.load(path, weights_only=True)["agent"] for path in (broken, whole))
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    print(f"{algorithm}: resumed at step {resumed[0]['step']:,}; {len(expected)} parameters compared")
+    if different:
+        raise TrainingError(f"parameters of the resumed run differ: {', '.join(different)}")
 
 
-def pack(out: Path, folder: Path) -> None:
-    """Pack a folder into files that can be copied back, beside its results."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tar = 'rm -f "$2"/check.tar.gz.*; tar cz -C "$1" . | split -b "$3" -d -a 2 - "$2/check.tar.gz."'
-    subprocess.run(["bash", "-c", f"set -eo pipefail; {tar}", "pack", out, folder, PIECE], check=True)
-    shutil.copy(out / "results.jsonl", folder)
-    if len(list(folder.glob("check.tar.gz.*"))) > PIECES:
-        print(f"warning: only {PIECES} packed files come back: move runs that are done out of {out}")
+def needed(names: list[str], python: str, without: set[str]) -> set[str]:
+    """Packages, and all that they need with this version of Python; those `without` and their needs are left out."""
+    found, waiting = set(), [canonicalize_name(name) for name in names]
+    while waiting:
+        name = waiting.pop()
+        if name in found or name in without:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, metadata.requires(name) or ()):
+            if not requirement.marker or requirement.marker.evaluate({"python_version": python, "extra": ""}):
+                waiting.append(canonicalize_name(requirement.name))
+    return found
 
 
-def shares(rows: list[dict[str, str]]) -> str:
-    """Speeds, and shares of the time. IMPALA's actors act and step while its learner learns and waits."""
-    cells = []
-    for row in rows:
-        speed, what = float(row["steps_per_second"]), f"{row['algorithm']} {row['configuration']}, {row['value']}"
-        parts = [f"{float(row[f'{phase}_us']) * speed / 1e6:.0%}" for phase in (*throughput.PHASES, "wait")]
-        cells.append([what, f"{speed:.0f}", *parts, f"{float(row['peak_gb']):.2f}"])
-    return "\n".join(readme.markdown(["", "steps/s", *throughput.PHASES, "wait", "GB"], cells))
+def gather(args: Args) -> None:
+    """Fill wheels/ with requirements.txt and pytest, in the versions installed here, and libs/ with what Procgen draws
+    in. Left out is what the machine has: --there with all that these need, and the runtimes of C and C++."""
+    wheels, libs = args.gather / "wheels", args.gather / "libs"
+    pip = [sys.executable, "-m", "pip"]
+    for folder in (wheels, libs):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.M)
+    platforms = [word for each in PLATFORMS for word in ("--platform", f"{each}_x86_64")]
+    there = ["--only-binary=:all:", "--implementation", "cp", "--python-version", args.python, *platforms]
+    for name in sorted(needed([*pinned, "pytest"], args.python, needed(list(args.there), args.python, set()) | UNUSED)):
+        wanted = ["--quiet", "--no-deps", f"{name}=={metadata.version(name)}"]
+        if subprocess.run([*pip, "download", *wanted, *there, "--dest", wheels], capture_output=True).returncode:
+            subprocess.run([*pip, "wheel", *wanted, "--wheel-dir", wheels], check=True)
+    package = Path(importlib.util.find_spec("procgen").origin).resolve().parent
+    ldd = subprocess.check_output(["ldd", package / "data/prebuilt/libenv.so"], text=True)
+    for name, path in re.findall(r"(\S+) => (/\S+|not found)", ldd):
+        if package.parent not in Path(path).resolve().parents and not RUNTIME.match(name):  # its wheel has the others
+            shutil.copy(path, libs / name)  # of a library that is not found, an error
+    print(f"{sum(path.stat().st_size for path in args.gather.glob('*/*')) / 1e6:.0f} MB in {args.gather}")
 
 
 def main(args: Args) -> None:
     check_limits(args)
-    start = time.monotonic()
-    device = "cpu" if args.rehearse else args.device
-    args = dataclasses.replace(args, out=args.out.expanduser().resolve(), device=device)
-    parts, ended = plan(args), done(args)
-    for number, part in enumerate(each for each in parts if each.name not in ended):
-        seconds = args.budget - (time.monotonic() - start)
-        if number and seconds < (LEAST_RUN if part.name.startswith("runs") else part.seconds):
+    if args.gather:
+        return gather(args)
+    if args.kill_and_resume:
+        return kill_and_resume(args.kill_and_resume, args.device)
+    end = time.monotonic() + args.budget
+    args.out = args.out.expanduser().resolve()
+    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    results = args.out / "results.jsonl"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    tries = Counter(line["name"] for line in lines)
+    origin = provenance("", "benchmarks/gpu_check.py", resolve_device(args.device))
+    parts = plan(args)
+    left = [name for name in parts if not any(line["name"] == name and line["rc"] == 0 for line in lines)]
+    for number, name in enumerate(sorted(left, key=tries.__getitem__)):
+        start = time.monotonic()
+        seconds = SECONDS[name.split()[0]]
+        if number and start + seconds > end:
             break
-        do(part, min(seconds, part.seconds), args.out)
-        if args.pack:
-            pack(args.out, args.pack)
-    if rows := read_rows(measurements(args)):
-        print(shares(rows))
-    ended = done(dataclasses.replace(args, again=False))
-    failed = [part.name for part in parts if ended.get(part.name)]
-    left = [part.name for part in parts if part.name not in ended]
-    print(f"failed, until a call with --again: {', '.join(failed) or 'nothing'}")
-    print(f"{len(left)} of {len(parts)} parts are left for another call: {', '.join(left) or 'nothing'}")
+        log = args.out / "logs" / f"{name.replace(' ', '-')}.log"
+        result = {"name": name, "rc": do(parts[name], seconds, log), "seconds": round(time.monotonic() - start, 1)}
+        result |= {"command": shlex.join(parts[name]), "machine": origin["machine"], "commit": origin["commit"]}
+        with results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{name}: {'FAILED' if result['rc'] else 'ok'} after {result['seconds']} s", flush=True)
+        print(*(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-12:]), sep="\n", flush=True)
+        if result["rc"] == 0:
+            left.remove(name)
+    print(f"left for another call: {', '.join(left) or 'nothing'}")
 
 
 if __name__ == "__main__":

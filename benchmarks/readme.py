@@ -3,16 +3,13 @@
 Such a part stands between `<!-- name -->` and `<!-- end of name -->`.
 """
 
-import csv
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common.device import resolve_device
-from common.errors import InputError
-from common.files import ROOT
+from common import InputError
+from common.run import ROOT
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 # What tables and figures call the runs of a script, by their --exp-name, or the script; their order gives the colours
@@ -41,23 +38,6 @@ def fill(documents: Iterable[Path], name: str, text: str) -> None:
             return
     places = ", ".join(map(str, documents))
     raise InputError(f"no lines {start.strip()} and {end} are in {places}: add them, for the text to stand between.")
-
-
-def measurement_path(folder: Path, device: str) -> Path:
-    """The CSV in `folder` of measurements on what `--device` names: a GPU that is named need not be here."""
-    on_gpu = device.startswith("cuda") or resolve_device(device).type == "cuda"
-    return folder / ("gpu.csv" if on_gpu else "cpu.csv")
-
-
-def read_measurement(path: Path) -> tuple[list[dict[str, str]], str]:
-    """The rows of `path`, and a sentence on their origin from its .meta.json. Raises InputError without `path`."""
-    if not path.exists():
-        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    meta = json.loads(path.with_suffix(".meta.json").read_text())
-    origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
-    return rows, origin
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -5,13 +5,8 @@
 
 For each protocol (`results/<protocol>/<algorithm>/<game>/seed<k>.csv`): curves beside the published ones, verdicts,
 means over games, and train-test gaps. Figures go to `results/<protocol>/`. Nothing is run. `results/long/` holds runs
-of 25M steps in the same folders; in the panel of a short run they would take all the room.
-
-A score at a mark is the mean return of all episodes that ended in the last 131,072 steps before it (524,288 after 6.5M;
-in hard mode four times all of this: the blocks of the published curves), one number a run. Differences come with 95 %
-t-intervals, means over games with stratified bootstrap intervals. A score on held-out levels, of runs on a single game,
-is interpolated between the evaluations before and after the middle of these steps: the agent learns, so that an
-evaluation at their end would make the gap too small.
+of 25M steps in the same folders; in the panel of a short run they would take all the room. benchmarks/README.md says
+how runs are scored.
 """
 
 import itertools
@@ -28,19 +23,15 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
-import exploration
 import figures
-import phases
-import precision
 import readme
-import scaling
 import throughput
-from collect import same_settings
-from common.errors import InputError
-from common.files import read_json
+from collect import RESULTS, same_settings
+from common import InputError
+from common.evaluation import RETURN_RANGES, normalized
 from common.procgen_env import PROCGEN_MODES
-from common.scores import RETURN_RANGES, normalized
-from common.signals import one_line_errors
+from common.session import one_line_errors
+from common.settings import read_json
 from curves import read_reference
 from figures import plt
 
@@ -59,12 +50,20 @@ PUBLISHED = {
 }
 DEFAULTS = ("ppo", "impala-appo", "ppg")  # folders of the scripts' defaults: the columns of README's table
 TEST = {"easy-200": "ppo_easy_200_test"}
+# Tables of throughput.py, and of scripts that made their runs and figures once and were last in commit 47efbf0
+TABLES = {
+    "throughput cpu": "throughput/cpu.md",
+    "scaling cpu": "scaling/cpu.md",
+    "phases": "easy-all/phases.md",
+    "precision": "precision/precision.md",
+    "exploration": "exploration/exploration.md",
+}
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
 
 
 @dataclass
 class Args:
-    results: Path = HERE / "results"
+    results: Path = RESULTS
     """where curves are and reports go"""
     documents: tuple[Path, ...] = readme.DOCUMENTS
     """files whose marks say where the tables go; none: only print them"""
@@ -111,10 +110,8 @@ class Protocol:
         return (read_reference(file) if file else {}), label
 
     def normalised(self, algorithm: str, steps: int) -> tuple[list[list[float]], list[list[float]]]:
-        """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games.
-
-        No published scores if one of the games lacks them.
-        """
+        """Normalised scores of the runs that have got so far, game by game, and of the published ones on these games:
+        none if one of the games lacks them."""
         published, _ = self.published(algorithm)
         ranged = sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys())
         ours = {game: scores for game in ranged if (scores := self.scores(algorithm, game, steps))}
@@ -277,27 +274,11 @@ def read_evaluations(path: Path) -> Evaluations:
 
 
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
-    """By seed, of the runs that were evaluated.
-
-    None of those on several games at once: training has most episodes of the game with the shortest, evaluations as
-    many of each.
-    """
-    if "," in game:
-        return {}
+    """By seed, of the runs that were evaluated. None of those on several games at once: training has most episodes of
+    the game with the shortest, evaluations as many of each."""
     folder = protocol.folder / algorithm / game
     paths = {seed: folder / f"seed{seed}.eval.csv" for seed in sorted(protocol.runs[algorithm][game])}
-    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists()}
-
-
-def train_and_test(
-    protocol: Protocol, curve: curves.Curve, evaluations: Evaluations, mark: int
-) -> tuple[float, float, float] | None:
-    """Scores on training and on held-out levels at a mark, the latter's standard error; None where one is missing."""
-    window = protocol.window(mark)
-    held_out = evaluations.at(mark - window / 2)
-    if curve.steps[-1] < mark or held_out is None:
-        return None
-    return curves.score(curve, mark, window), *held_out
+    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists() and "," not in game}
 
 
 def gap_table(protocol: Protocol) -> list[str]:
@@ -311,10 +292,12 @@ def gap_table(protocol: Protocol) -> list[str]:
         for game, runs in sorted(games.items()):
             evaluations = evaluations_of(protocol, algorithm, game)
             for mark, steps in MARKS.items():
+                window = protocol.window(steps)
+                middles = {seed: evaluated.at(steps - window / 2) for seed, evaluated in evaluations.items()}
                 scores = [
-                    found
-                    for seed, evaluated in evaluations.items()
-                    if (found := train_and_test(protocol, runs[seed], evaluated, steps))
+                    (curves.score(runs[seed], steps, window), *held_out)
+                    for seed, held_out in middles.items()
+                    if held_out and runs[seed].steps[-1] >= steps
                 ]
                 if not scores:
                     continue
@@ -426,10 +409,11 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
 
 
 def profile_figure(protocol: Protocol, path: Path) -> bool:
-    """Performance profiles at the last mark at which an algorithm has two games; whether there is one."""
+    """Performance profiles at the last mark at which an algorithm has two games; whether there is one. There is none
+    for a protocol with fewer than three games."""
     thresholds = np.linspace(-0.1, 1, 111)
     figure, axis = plt.subplots(figsize=(7, 2.7))
-    for algorithm in protocol.runs:
+    for algorithm in protocol.runs if len(protocol.games) >= 3 else ():
         for mark, steps in reversed(MARKS.items()):
             ours, theirs = protocol.normalised(algorithm, steps)
             if len(ours) < 2:
@@ -454,11 +438,11 @@ def profile_figure(protocol: Protocol, path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def report(protocol: Protocol, profile: bool = True) -> str:
+def report(protocol: Protocol) -> str:
     """Draw a protocol's figures and return its text, with links that start from the folder of benchmarks/README.md."""
     drawn = {"curves.png": "Return against environment steps"}
     curve_figure(protocol, protocol.folder / "curves.png")
-    if profile and profile_figure(protocol, protocol.folder / "profile.png"):
+    if profile_figure(protocol, protocol.folder / "profile.png"):
         drawn["profile.png"] = "Performance profiles"
     folder = protocol.folder.resolve()
     place = folder.relative_to(HERE) if folder.is_relative_to(HERE) else folder
@@ -484,19 +468,13 @@ def main(args: Args) -> None:
     print(text)
     if not args.documents:
         return
-    complete = [report(protocol, profile=False) for protocol in read_protocols(args.results / "long")]  # of few games
-    texts = {"report": text, "long": "\n".join(complete)}
+    texts = {"report": text, "long": "\n".join(map(report, read_protocols(args.results / "long")))}
     for protocol in protocols:
         if protocol.name == "easy-all":
             texts["results"] = "\n".join([*summary_table(protocol), ""])
-    precision.main(precision.Args())
-    texts["precision"] = (precision.FOLDER / "precision.md").read_text()
-    texts["phases"] = phases.main()
-    exploration.main(exploration.Args())
-    texts["exploration"] = (exploration.FOLDER / "exploration.md").read_text()
-    for script in (throughput, scaling):
-        script.main(script.Args(from_csv=True, device="cpu"))
-        texts[f"{script.__name__} cpu"] = (script.Args.out / "cpu.md").read_text()
+    throughput.main(throughput.Args(from_csv=True, device="cpu"))
+    for name, path in TABLES.items():
+        texts[name] = (RESULTS / path).read_text()
     for name, text in texts.items():
         readme.fill(args.documents, name, text)
 

@@ -15,6 +15,7 @@ that run out of time save a checkpoint and are queued again.
 import csv
 import fcntl
 import hashlib
+import itertools
 import os
 import shlex
 import signal
@@ -38,29 +39,25 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import InputError
+from common.checkpoint import load_script, runs_of
 from common.device import resolve_device
 from common.envs import check_envs, unknown_env
-from common.errors import InputError
 from common.evaluation import held_out_settings
-from common.files import ROOT, lock_folder
-from common.load import load_script
 from common.procgen_env import PROCGEN_GAMES
-from common.resume import runs_of
+from common.run import ROOT, lock_folder
+from common.session import one_line_errors
 from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse
-from common.signals import one_line_errors
 
-# Of the Procgen paper: how hard, how many levels to train on, and for how long. With a limited number, runs are also
-# evaluated on all levels.
+# Of the Procgen paper: number of levels to train on (0: all), length of a run, and steps between evaluations on all
+# levels. The name begins with the difficulty.
 PROTOCOLS = {
-    "easy-all": {"distribution_mode": "easy", "num_levels": 0, "total_timesteps": 25_000_000},
-    "easy-200": {
-        "distribution_mode": "easy", "num_levels": 200, "total_timesteps": 25_000_000, "eval_interval": 262_144,
-    },
-    "hard-all": {"distribution_mode": "hard", "num_levels": 0, "total_timesteps": 200_000_000},
-    "hard-500": {
-        "distribution_mode": "hard", "num_levels": 500, "total_timesteps": 200_000_000, "eval_interval": 1_048_576,
-    },
-}  # fmt: skip
+    "easy-all": (0, 25_000_000, 0),
+    "easy-200": (200, 25_000_000, 262_144),
+    "hard-all": (0, 200_000_000, 0),
+    "hard-500": (500, 200_000_000, 1_048_576),
+}
+LEVELS = ("distribution_mode", "num_levels", "start_level", "num_threads")
 OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
 LAUNCHER_FLAGS = {
     "local": ("devices", "runs_per_device", "threads", "attempts"),
@@ -79,7 +76,7 @@ class Args:
     """Procgen games, or other tasks"""
     seeds: Positive[int] = 3
     """runs of each algorithm on each game: seeds 1, 2, ..."""
-    protocol: Literal["easy-all", "easy-200", "hard-all", "hard-500"] = "easy-all"
+    protocol: Literal[*PROTOCOLS] = "easy-all"
     """difficulty, number of levels to train on, and length of a run"""
     total_timesteps: Positive[int] | None = None
     """environment steps of a run; None for the protocol's (25M easy, 200M hard)"""
@@ -154,9 +151,8 @@ def make_jobs(args: Args) -> list[Job]:
     for name, values in {"algorithms": algorithms, "env_ids": args.env_ids}.items():
         if not values:
             raise InputError(f"{flag(name)} is empty: name one at least.")
-        for value, count in Counter(values).items():
-            if count > 1:
-                raise InputError(f"{flag(name)} has {value} more than once: leave one out.")
+        if twice := [value for value, count in Counter(values).items() if count > 1]:
+            raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
     for word in args.extra:
         if word.partition("=")[0].replace("_", "-") in OWN_FLAGS:
             raise InputError(f"{word} cannot come after --: it is for this script to give to each run.")
@@ -167,17 +163,20 @@ def make_jobs(args: Args) -> list[Job]:
     defaults = {algorithm: default_settings(f"{algorithm}.py") for algorithm in algorithms}
     for env_id in args.env_ids:
         check_env_id(env_id)  # the scripts may have registered it
-    protocol = PROTOCOLS[args.protocol] | ({"total_timesteps": args.total_timesteps} if args.total_timesteps else {})
-    common = [word for name, value in protocol.items() for word in (flag(name), str(value))] + [*args.extra]
-    parsed = {name: parse(type(default), default, words=common) for name, default in defaults.items()}
+    levels, length, eval_interval = PROTOCOLS[args.protocol]
+    common = ["--distribution-mode", args.protocol.partition("-")[0], "--num-levels", str(levels)]
+    common += ["--total-timesteps", str(args.total_timesteps or length)]
+    common += ["--eval-interval", str(eval_interval)] if eval_interval else []
+    common += args.extra
+    parsed = {name: parse(type(default), common) for name, default in defaults.items()}
     jobs = []
-    for seed in range(1, args.seeds + 1):
-        for env_id in args.env_ids:
-            for algorithm in algorithms:
-                settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
-                settings.validate()
-                check_tasks(settings)
-                jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
+    for seed, env_id, algorithm in itertools.product(range(1, args.seeds + 1), args.env_ids, algorithms):
+        settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
+        settings.validate()
+        check_envs(env_id, settings.num_envs, **{name: getattr(settings, name) for name in LEVELS})
+        if settings.eval_interval:
+            held_out_settings(settings)
+        jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
     return jobs
 
 
@@ -199,20 +198,10 @@ def check_env_id(env_id: str) -> None:
         raise InputError(str(unknown_env(env_id)).replace("--env-id", "--env-ids")) from None
 
 
-def check_tasks(settings: Any) -> None:
-    """Raise InputError for environments or levels, to train or to be evaluated on, that cannot be."""
-    names = ("distribution_mode", "num_levels", "start_level", "num_threads")
-    levels = {name: getattr(settings, name) for name in names}
-    check_envs(settings.env_id, settings.num_envs, getattr(settings, "num_env_groups", 1), **levels)
-    if settings.eval_interval:
-        held_out_settings(settings)
-
-
 def look(job: Job, runs_dir: str) -> None:
     """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
-    precisions = ["fp32", "bf16"] if job.settings.precision == "auto" else [job.settings.precision]
     found = []
-    for precision in precisions:
+    for precision in ("fp32", "bf16") if job.settings.precision == "auto" else (job.settings.precision,):
         settings = replace(job.settings, runs_dir=runs_dir, precision=precision)
         found += runs_of(settings, f"{job.algorithm}.py")
     finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
@@ -234,19 +223,19 @@ def in_use(path: Path) -> bool:
 
 def table(jobs: list[Job]) -> Table:
     """All runs: how far they are, how fast, what they return, and how long they still need."""
-    counts = Counter(job.state for job in jobs)
-    title = ", ".join(f"{count} {state}" for state, count in counts.items())
+    title = ", ".join(f"{count} {state}" for state, count in Counter(job.state for job in jobs).items())
     numbers = [Column(name, justify="right") for name in ("steps", "of", "SPS", "return", "left")]
     shown = Table("run", "state", *numbers, "", title=f"{len(jobs)} runs: {title}")
     for job in jobs:
-        row, total = last_row(job.path / "progress.csv") if job.path else None, job.settings.total_timesteps
-        step, cells = 0, ["-"] * 3
+        row = last_row(job.path / "progress.csv") if job.path else None
+        total = job.settings.total_timesteps
+        cells = ["0", f"{total:,}", "-", "-", "-"]
         if row:
             step, seconds, last_return = row
             sps = step / max(seconds, 0.1)
             left = timedelta(seconds=round(max(total - step, 0) / sps))
-            cells = [f"{sps:.0f}", f"{last_return:.2f}", str(left)]
-        shown.add_row(job.name, job.state, f"{step:,}", f"{total:,}", *cells, escape(job.note))
+            cells = [f"{step:,}", f"{total:,}", f"{sps:.0f}", f"{last_return:.2f}", str(left)]
+        shown.add_row(job.name, job.state, *cells, escape(job.note))
     return shown
 
 
@@ -300,19 +289,14 @@ def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
 
 
 def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
-    command = [sys.executable, *job.command(str(Path(args.runs_dir).resolve())), "--device", device]
+    command = [*job.command(str(Path(args.runs_dir).resolve())), "--device", device]
     job.state, job.attempts, job.note = "running", job.attempts + 1, device
-    file.write(f"$ {shlex.join(['python', *command[1:]])}\n")
+    file.write(f"$ {shlex.join(['python', *command])}\n")
     file.flush()
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
-        start_new_session=True,  # Ctrl-C is for this process, which tells the runs
-    )
+    streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+    env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    # in a session of its own: Ctrl-C is for this process, which tells the runs
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, start_new_session=True, **streams)
 
 
 def end(job: Job, code: int, args: Args, log: Path) -> None:
@@ -331,8 +315,8 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
         try:
             while True:
                 for each in [each for each in running if each[1].poll() is not None]:
-                    job, process, device, file = each
                     running.remove(each)
+                    job, process, device, file = each
                     free.append(device)
                     file.close()
                     look(job, args.runs_dir)  # a short run's folder may be new since the last time
@@ -387,16 +371,6 @@ class SlurmRun:
         return DelayedSubmission(SlurmRun(), command)
 
 
-def look_in_queue(job: Job, logs: Path) -> None:
-    """Note a job that waits or runs on Slurm since an earlier call."""
-    file = job.file(logs, ".slurm")
-    if job.state == "waiting" and file.exists():
-        number = file.read_text()
-        queue = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
-        if queue.stdout.strip():
-            job.state, job.note = "submitted", f"Slurm job {number}"
-
-
 def submit(jobs: list[Job], args: Args, logs: Path) -> None:
     """Submit the jobs that wait as one array. Raises InputError where Slurm, or submitit, is not there or refuses."""
     # submitit reads it as it is imported. Slurm's signal goes to the run as well, which knows how to end on this one.
@@ -407,16 +381,15 @@ def submit(jobs: list[Job], args: Args, logs: Path) -> None:
         raise InputError("--launcher slurm needs submitit: pip install submitit.") from None
     try:
         executor = submitit.SlurmExecutor(folder=logs, max_num_timeout=10_000)
-        executor.update_parameters(
-            job_name="procgen",
-            time=args.slurm_minutes,
-            cpus_per_task=args.slurm_cpus,
-            array_parallelism=args.slurm_at_a_time,
-            **({"gpus_per_node": args.slurm_gpus} if args.slurm_gpus else {}),
-            **({"partition": args.slurm_partition} if args.slurm_partition else {}),
-        )
-        for job in jobs:
-            look_in_queue(job, logs)
+        wanted = {"time": args.slurm_minutes, "cpus_per_task": args.slurm_cpus}
+        wanted |= {"gpus_per_node": args.slurm_gpus} if args.slurm_gpus else {}
+        wanted |= {"partition": args.slurm_partition} if args.slurm_partition else {}
+        executor.update_parameters(job_name="procgen", array_parallelism=args.slurm_at_a_time, **wanted)
+        for job in [job for job in jobs if job.state == "waiting" and job.file(logs, ".slurm").exists()]:
+            number = job.file(logs, ".slurm").read_text()  # of an earlier call
+            queue = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
+            if queue.stdout.strip():
+                job.state, job.note = "submitted", f"Slurm job {number}"
         waiting = [job for job in jobs if job.state == "waiting"]
         commands = [job.command(str(Path(args.runs_dir).resolve())) for job in waiting]
         submitted = executor.map_array(SlurmRun(), commands) if commands else []

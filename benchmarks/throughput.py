@@ -2,7 +2,6 @@
 
     python benchmarks/throughput.py                       # the table and chart: 50 minutes on two cores
     python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
-    python benchmarks/throughput.py --sweeps num_envs feature_dim threads --configurations default
 
 Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around the script's
 functions. Configurations take turns (A B C A B C ...), so that a machine that drifts slows all of them. Rollouts are
@@ -11,7 +10,7 @@ shorter than by default (`--num-steps`), with minibatches and pieces of the same
 Configurations of the encoder (all else is the same):
 
     plain                  float32, whole minibatches, contiguous (NCHW) frames, PyTorch's max-pooling, malloc as it is
-    plain+malloc           the same with the allocator settings of `common.device.keep_freed_memory`
+    plain+malloc           the same with the allocator settings of `keep_freed_memory` of common/fast/
     plain+malloc+permuted  the same, but frames are only permuted, not copied: what CleanRL's scripts do
     fp32                   the script with --precision fp32
     default                the script with --precision auto --accelerate eager
@@ -23,17 +22,19 @@ benchmarks/README.md.
 """
 
 import concurrent.futures
+import contextlib
 import csv
 import importlib
+import importlib.util
+import io
+import json
 import multiprocessing
-import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -47,23 +48,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import readme
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import device as common_device
-from common import session
+from common import InputError, session
 from common.device import resolve_device, resolve_precision
-from common.files import write_json
-from common.provenance import provenance
-from common.run import Run
+from common.run import Run, provenance, write_json
+from common.session import one_line_errors
 from common.settings import NotNegative, Positive, check_limits
-from common.signals import one_line_errors
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 ACCELERATED = ("compile", "cudagraphs")
-SWEEPS = {
-    "num_envs": (16, 64, 256, 1024),
-    "env_groups": ("64x1", "64x2", "256x1", "256x2"),  # environments x groups that take turns
-    "feature_dim": (256, 512, 1024),
-    "threads": (1, 2, 4, 8, 16),
-}
 PHASES = ("act", "env", "learn", "aux")
 MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
@@ -82,8 +74,6 @@ class Args:
     """measurements of each configuration, in turn"""
     num_steps: Positive[int] = 32
     """steps of each environment in an iteration"""
-    sweeps: tuple[Literal[*SWEEPS], ...] = ()
-    """also measure how the cost grows: num_envs (16 to 1024), env_groups, feature_dim (x1, x2, x4), threads"""
     memory: bool = True
     """also measure the default configuration's peak memory at its default sizes"""
     from_csv: bool = False
@@ -100,16 +90,12 @@ class Args:
 def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
     """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more.
 
-    With other than 64 environments, too, so that sweeps vary nothing else. Each iteration of PPG ends with an auxiliary
-    phase, or if its rollouts do not fill a batch of it, each few: a step costs what it does in a full phase.
+    Each iteration of PPG ends with an auxiliary phase, or if its rollouts do not fill a batch of it, each few: a step
+    costs what it does in a full phase.
     """
     shorter = num_steps / args.num_steps
-    if algorithm == "impala":
-        args.num_minibatches = max(1, round(args.num_minibatches * shorter))
-        iteration = args.batch_size * num_steps
-    else:
-        args.num_minibatches = max(1, round(args.num_minibatches * shorter * args.num_envs / 64))
-        iteration = args.num_envs * num_steps
+    args.num_minibatches = max(1, round(args.num_minibatches * shorter))
+    iteration = num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
     if algorithm == "ppg":
         args.num_aux_rollouts = round(args.num_aux_rollouts / shorter)
         args.n_pi = max(1, args.num_aux_rollouts // args.num_envs)
@@ -121,9 +107,8 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
 def make_plain(script: Any, args: Any, configuration: str) -> None:
     """Turn off what makes the script fast. Changes modules of this process."""
     args.precision, args.micro_batch_size = "fp32", 2**30
-    script.accelerate = lambda agent, mode: None
-    if configuration == "plain":
-        common_device.keep_freed_memory = lambda: None
+    fast = sys.modules[script.accelerate.__module__]
+    script.accelerate = lambda agent, mode: None if configuration == "plain" else fast.keep_freed_memory()
     if not configuration.endswith("permuted"):
 
         def forward(self, frames):
@@ -132,32 +117,19 @@ def make_plain(script: Any, args: Any, configuration: str) -> None:
         script.ImpalaCNN.forward = forward
 
 
-def identity(job: dict[str, Any]) -> dict[str, Any]:
-    """What a row of the CSV says of its job."""
-    return {key: job[key] for key in ("algorithm", "configuration", "repeat", "sweep", "value")}
-
-
-def fast_settings(algorithm: str, configuration: str, env_groups: str = "64x1") -> dict[str, Any]:
-    """The script's settings for a configuration with --accelerate, and for a value of the sweep env_groups."""
-    num_envs, num_groups = map(int, env_groups.split("x"))
-    settings = {"num_envs": num_envs, "accelerate": configuration if configuration in ACCELERATED else "eager"}
-    return settings if algorithm == "impala" else settings | {"num_env_groups": num_groups}
-
-
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, turned plain if that is asked for, its settings, and the device."""
     script = importlib.import_module(job["algorithm"])
-    env_groups = job["value"] if job["sweep"] == "env_groups" else "64x1"
-    settings = fast_settings(job["algorithm"], job["configuration"], env_groups)
-    args = script.Args(env_id=job["env_id"], device=job["device"], **settings)
-    if job["sweep"] in ("num_envs", "feature_dim"):
-        setattr(args, job["sweep"], job["value"])
-    if job["configuration"] == "fp32":
+    configuration = job["configuration"]
+    mode = configuration if configuration in ACCELERATED else "eager"
+    args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
+    if configuration == "fp32":
         args.precision = "fp32"
-    elif job["configuration"].startswith("plain"):
-        make_plain(script, args, job["configuration"])
-    args.precision = resolve_precision(args.precision, args.device)
-    return script, args, resolve_device(args.device)
+    elif configuration.startswith("plain"):
+        make_plain(script, args, configuration)
+    device = resolve_device(args.device)
+    args.precision = resolve_precision(args.precision, device)
+    return script, args, device
 
 
 def peak_memory(device: Any) -> float:
@@ -204,68 +176,67 @@ def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     return tuple(counts)
 
 
-class Clocks:
-    """Seconds spent in functions."""
+def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = None) -> Any:
+    """`function`, whose time is added to `seconds[phase]`: with `device`, until its work there is done, too."""
 
-    def __init__(self, device: Any):
-        self.device, self.seconds = device, defaultdict(float)
+    def clocked(*args, **kwargs):
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        if device is not None:
+            synchronize(device)
+        seconds[phase] += time.perf_counter() - start
+        return result
 
-    def around(self, phase: str, function: Any, wait: bool = True) -> Any:
-        def timed(*args, **kwargs):
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            if wait:
-                synchronize(self.device)
-            self.seconds[phase] += time.perf_counter() - start
-            return result
+    return clocked
 
-        return timed
+
+def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any) -> None:
+    """Put clocks around a script's functions, and a mark at the end of each iteration. Changes modules of this process.
+
+    A mark has the step, the time, and the seconds of the clocks so far.
+    """
+    make_envs, log = session.make_envs, Run.log
+
+    def make_timed_envs(*args, **kwargs):
+        envs = make_envs(*args, **kwargs)
+        envs.step = clock(envs.step, seconds, "env")
+        return envs
+
+    def marked_log(run, step, *args, **kwargs):
+        log(run, step, *args, **kwargs)
+        synchronize(device)
+        marks.append((step, time.perf_counter(), dict(seconds)))
+
+    session.make_envs, Run.log = make_timed_envs, marked_log
+    script.update = clock(script.update, seconds, "learn", device)
+    if script.__name__ == "impala":
+        act = script.act
+        script.act = lambda *arguments: iter(clock(act(*arguments).__next__, seconds, "collect"), object())  # endless
+    else:
+        script.collect = clock(script.collect, seconds, "collect", device)
+    if script.__name__ == "ppg":
+        script.auxiliary_phase = clock(script.auxiliary_phase, seconds, "aux", device)
+
+
+def run_briefly(script: Any, args: Any) -> None:
+    """Run a script, in a folder that goes, and drop what it prints about its progress."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        args.runs_dir = folder
+        script.main(args)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one script in one configuration; return what it took, per step. For a process of its own."""
-    if job["sweep"] == "threads":
-        torch.set_num_threads(job["value"])
-        os.environ["OMP_NUM_THREADS"] = str(job["value"])  # else a GPU has one
     script, args, device = configure(job)
-    shorten(job["algorithm"], args, job["num_steps"], job["iterations"])
-    clocks, marks, log = Clocks(device), [], Run.log
-    warm_up = getattr(args, "n_pi", 1)  # iterations
-    make_envs = session.make_envs
-
-    def make_timed_envs(*args, **kwargs):
-        envs = make_envs(*args, **kwargs)
-        for group, _ in envs.groups:
-            group.step, group.step_async = (clocks.around("env", f, wait=False) for f in (group.step, group.step_async))
-        return envs
-
-    def marked_log(run, step, *args, **kwargs):  # the end of an iteration
-        log(run, step, *args, **kwargs)
-        synchronize(device)
-        marks.append((step, time.perf_counter()))
-        if len(marks) == warm_up:
-            clocks.seconds = defaultdict(float)  # another one: an actor may be adding to the old
-
-    session.make_envs, Run.log = make_timed_envs, marked_log
-    script.update = clocks.around("learn", script.update)
+    shorten(job["algorithm"], args, job["num_steps"], 1 if job["configuration"].startswith("plain") else 4)
     if job["algorithm"] == "impala":
-        args.log_interval, act = args.batch_size * args.num_steps, script.act
-
-        def timed_act(*arguments):
-            step = clocks.around("collect", act(*arguments).__next__, wait=False)  # not for the learner
-            return iter(step, object())  # without end
-
-        script.act = timed_act
-    else:
-        script.collect = clocks.around("collect", script.collect)
-    if job["algorithm"] == "ppg":
-        script.auxiliary_phase = clocks.around("aux", script.auxiliary_phase)
-
-    with tempfile.TemporaryDirectory() as folder:
-        args.runs_dir = folder
-        script.main(args)
-    (first, start), (last, end) = marks[warm_up - 1], marks[-1]
-    steps, seconds = last - first, clocks.seconds
+        args.log_interval = args.batch_size * args.num_steps
+    marks = []
+    set_clocks(script, defaultdict(float), marks, device)
+    run_briefly(script, args)
+    (first, start, before), (last, end, after) = marks[getattr(args, "n_pi", 1) - 1], marks[-1]
+    steps = last - first
+    seconds = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in ("collect", "env", "learn", "aux")}
     seconds["act"] = seconds.pop("collect") - seconds["env"]
     learner = seconds["learn"] if getattr(args, "num_actors", 0) else sum(seconds.values())
     seconds["wait"] = end - start - learner  # for actors, if there are any, and for all that has no clock
@@ -276,10 +247,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         learn = forward * (args.num_steps + 1) / args.num_steps + args.sample_fraction * training
     elif job["algorithm"] == "ppg":
         learn, aux = args.e_policy * training, args.e_aux * training + forward
-    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-    peak = matmul_rate(device, dtype)
+    peak = matmul_rate(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return {
-        **identity(job),
+        **job,
         "precision": args.precision,
         "steps_per_second": steps / (end - start),
         **{f"{phase}_us": seconds[phase] / steps * 1e6 for phase in (*PHASES, "wait")},
@@ -301,10 +271,8 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     args.total_timesteps = args.iteration_steps * getattr(args, "n_pi", 1)
     if job["algorithm"] == "ppg":
         args.e_aux = 1  # further passes need no more memory
-    with tempfile.TemporaryDirectory() as folder:
-        args.runs_dir = folder
-        script.main(args)
-    return identity(job) | {"precision": args.precision, "peak_gb": peak_memory(device)}
+    run_briefly(script, args)
+    return job | {"precision": args.precision, "peak_gb": peak_memory(device)}
 
 
 # --------------------------------------------------------------------------------------------------- the measurements
@@ -313,17 +281,12 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
 def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Call `function(job)` in a fresh process, so that allocator settings, patches and peak memory are its own."""
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, initializer=be_quiet) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, job).result()
 
 
-def be_quiet() -> None:
-    """Drop what the scripts print about their progress."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
 COLUMNS = [
-    *("algorithm", "configuration", "repeat", "sweep", "value", "precision", "steps_per_second"),
+    *("algorithm", "configuration", "repeat", "sweep", "precision", "steps_per_second"),
     *(f"{phase}_us" for phase in (*PHASES, "wait")),
     *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul"),
     *("peak_gb", "torch_threads"),
@@ -331,44 +294,27 @@ COLUMNS = [
 
 
 def plan(args: Args) -> list[dict[str, Any]]:
-    """The measurements to make, in turn. `measure` and `measure_memory` say what they want of a job."""
-
-    def jobs(repeats: int, sweep: str = "", values: Sequence[Any] = ("",)) -> list[dict[str, Any]]:
-        return [
-            {
-                "algorithm": algorithm,
-                "configuration": configuration,
-                "repeat": repeat,
-                "sweep": sweep,
-                "value": value,
-                "env_id": args.env_id,
-                "device": args.device,
-                "num_steps": args.num_steps,
-                "iterations": 4 if not configuration.startswith("plain") else 3 if algorithm == "impala" else 1,
-            }
-            for algorithm in args.algorithms
-            for repeat in range(repeats)
-            for value in values
-            for configuration in args.configurations
-            if algorithm != "impala" or not str(value).endswith("x2")  # which has no groups
-        ]
-
-    planned = jobs(args.repeats)
-    for sweep in args.sweeps:
-        values = SWEEPS[sweep] if sweep != "threads" else [n for n in SWEEPS[sweep] if n <= os.cpu_count()]
-        planned += jobs(args.repeats, sweep, values)
-    if args.memory:
-        planned += [job for job in jobs(1, "memory", ("default sizes",)) if job["configuration"] == "default"]
-    return planned
+    """The measurements to make, in turn: `sweep` is "memory" for one of memory alone."""
+    given = {"sweep": "", "env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
+    jobs = [
+        given | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat}
+        for algorithm in args.algorithms
+        for repeat in range(args.repeats)
+        for configuration in args.configurations
+    ]
+    if args.memory and "default" in args.configurations:
+        default = {"sweep": "memory", "configuration": "default", "repeat": 0}
+        jobs += [given | default | {"algorithm": algorithm} for algorithm in args.algorithms]
+    return jobs
 
 
 def run_all(args: Args, file: IO[str]) -> None:
     """All measurements: a row of CSV and a line on the screen for each as it comes."""
     jobs = plan(args)
-    writer = csv.DictWriter(file, COLUMNS, restval="")
+    writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
     writer.writeheader()
     for number, job in enumerate(jobs, 1):
-        what = " ".join(str(job[key]) for key in ("algorithm", "configuration", "sweep", "value")).rstrip()
+        what = f"{job['algorithm']} {job['configuration']} {job['sweep']}".rstrip()
         try:
             row = alone(measure_memory if job["sweep"] == "memory" else measure, job)
         except Exception as error:  # killed for its memory, say: the others still count
@@ -388,12 +334,11 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
-def by_configuration(rows: list[dict[str, str]], sweep: str = "") -> dict[tuple[str, ...], list[dict[str, str]]]:
+def by_configuration(rows: list[dict[str, str]], sweep: str = "") -> dict[tuple[str, str], list[dict[str, str]]]:
     groups = defaultdict(list)
     for row in rows:
         if row["sweep"] == sweep:
-            key = (row["algorithm"], row["configuration"])
-            groups[(*key, row["value"]) if sweep and sweep != "memory" else key].append(row)
+            groups[row["algorithm"], row["configuration"]].append(row)
     return groups
 
 
@@ -410,33 +355,22 @@ def ratios(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
 
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown: a row for each algorithm and configuration; medians, and minimum and maximum in brackets."""
-    groups, memory = by_configuration(rows), by_configuration(rows, "memory")
-
-    def phases(group: list[dict[str, str]]) -> list[str]:
-        return [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
-
-    columns, cells = ["", "steps/s", "x plain", "x plain+malloc", *PHASES, "learn, aux, all of matmul", "GB"], []
+    groups, memory, cells = by_configuration(rows), by_configuration(rows, "memory"), []
     for (algorithm, configuration), group in groups.items():
-        shares = ("learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul")
-        shares = [f"{statistics.median(column(group, name)):.0%}" if column(group, name) else "-" for name in shares]
-        peak = memory.get((algorithm, configuration))
         row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
         row += [ratios(group, groups.get((algorithm, other), [])) for other in ("plain", "plain+malloc")]
-        cells.append([*row, *phases(group), ", ".join(shares), f"{float(peak[0]['peak_gb']):.2f}" if peak else "-"])
-    lines = readme.markdown(columns, cells)
-    for sweep in SWEEPS:
-        cells = []
-        for (algorithm, configuration, value), group in by_configuration(rows, sweep).items():
-            row = [f"{readme.label(algorithm)} {configuration}, {value}", spread(column(group, "steps_per_second"))]
-            cells.append([*row, *phases(group), f"{max(column(group, 'peak_gb')):.2f}"])
-        if cells:
-            lines += ["", *readme.markdown([sweep, "steps/s", *PHASES, "GB"], cells)]
-    return "\n".join(lines) + "\n"
+        row += [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
+        shares = [column(group, f"{part}share_of_matmul") for part in ("learn_", "aux_", "")]
+        row.append(", ".join(f"{statistics.median(share):.0%}" if share else "-" for share in shares))
+        peak = memory.get((algorithm, configuration))
+        cells.append([*row, f"{float(peak[0]['peak_gb']):.2f}" if peak else "-"])
+    columns = ["", "steps/s", "x plain", "x plain+malloc", *PHASES, "learn, aux, all of matmul", "GB"]
+    return "\n".join(readme.markdown(columns, cells)) + "\n"
 
 
 def chart(rows: list[dict[str, str]], path: Path) -> None:
     """Bars of the median steps per second, with lines from minimum to maximum."""
-    import figures  # not everywhere that this file is imported has matplotlib
+    import figures  # which needs matplotlib
 
     groups = by_configuration(rows)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
@@ -461,9 +395,21 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
     figures.save(figure, path)
 
 
+def read(path: Path) -> tuple[list[dict[str, str]], str]:
+    """The rows of `path`, and a sentence on their origin from its .meta.json. Raises InputError without `path`."""
+    if not path.exists():
+        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    meta = json.loads(path.with_suffix(".meta.json").read_text())
+    return rows, f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
+
+
 def main(args: Args) -> None:
     check_limits(args)
-    path = readme.measurement_path(args.out, args.device)
+    # A GPU that is named need not be here.
+    on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"
+    path = args.out / ("gpu.csv" if on_gpu else "cpu.csv")
     if not args.from_csv:
         device = resolve_device(args.device)
         command = shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
@@ -471,11 +417,12 @@ def main(args: Args) -> None:
         write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/throughput.py", device))
         with path.open("w", newline="") as file:
             run_all(args, file)
-    rows, origin = readme.read_measurement(path)
+    rows, origin = read(path)
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)
-    chart(rows, path.with_suffix(".png"))
-    print(f"\n{text}\n{path}, .md and .png are written.")
+    print(f"\n{text}\n{path} and .md are written.")
+    if importlib.util.find_spec("matplotlib"):  # not every machine that is measured has it
+        chart(rows, path.with_suffix(".png"))
     if args.update_readme:
         readme.fill(readme.DOCUMENTS, f"throughput {path.stem}", text)
 

@@ -67,7 +67,8 @@ class Run:
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
         settings = dataclasses.asdict(self.args)
-        self.meta = provenance(self.args, self.script, self.device, self.world)
+        self.meta = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
+        self.meta |= {"ranks": self.world_size, "finished": None, "resumed": []}
         self.path = path = resumed.path if resumed else make_run_dir(self.args)
         self.lock = resumed.lock if resumed else lock_folder(path)
         if resumed:
@@ -268,7 +269,7 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     return shlex.join(words)
 
 
-def provenance(args: Any, script: str, device: torch.device, world: Any) -> dict[str, Any]:
+def provenance(command_line: str, script: str, device: torch.device) -> dict[str, Any]:
     """Command, script and its hash, commit, whether the tree had changes, versions, machine and time."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}  # PyTorch's with its build (+cu130)
     for package in ("numpy", "gymnasium", "procgen", "procgen-mirror"):
@@ -279,7 +280,7 @@ def provenance(args: Any, script: str, device: torch.device, world: Any) -> dict
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     status = git("status", "--porcelain", "--", "*.py", "*.cpp")  # a new script counts, run folders do not
     return {
-        "command": command(args, script, world.launcher),
+        "command": command_line,
         "script": script,
         "script_sha256": hashlib.sha256((ROOT / script).read_bytes()).hexdigest(),
         "commit": git("rev-parse", "HEAD"),
@@ -287,9 +288,6 @@ def provenance(args: Any, script: str, device: torch.device, world: Any) -> dict
         "versions": versions,
         "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
         "started": time.strftime(UTC, time.gmtime()),
-        "ranks": world.world_size,
-        "finished": None,
-        "resumed": [],
     }
 
 

@@ -1,6 +1,8 @@
-"""benchmarks/evaluate.py: the figures and the video of a run's agent."""
+"""benchmarks/evaluate.py: figures and videos of an agent or a random policy, and the policy in a file of its own."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -11,14 +13,14 @@ from PIL import Image
 
 import evaluate
 import impala
+import ppg
 import ppo
-from common import InputError
+from common import InputError, TrainingError
+from common.checkpoint import load_agent
 from common.envs import make_envs, spread_seed
 from common.evaluation import EVALUATION, HeldOut
 from common.run import ROOT, lock_folder
 from helpers import ALL, level_seeds, small_args
-
-pytestmark = pytest.mark.usefixtures("small_networks")
 
 
 def train(script, runs_dir, env_id, **settings):
@@ -27,11 +29,12 @@ def train(script, runs_dir, env_id, **settings):
 
 
 @pytest.fixture(scope="module")
-def bossfight(tmp_path_factory):
+def bossfight(tmp_path_factory, small_networks):
     """A run on a game of short episodes, and of frames that change little from step to step."""
     return train(ppo, tmp_path_factory.mktemp("runs"), "bossfight", num_levels=3, start_level=4)
 
 
+@pytest.mark.usefixtures("small_networks")
 @ALL
 def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     """TestCount pays 1 a step and lasts 5."""
@@ -47,37 +50,31 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     assert "TestCount-v0 IQM: 5.000" in output
 
 
-def test_figures_of_known_returns(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small_networks")
+def test_two_games(tmp_path, monkeypatch):
+    """Figures of known returns; and a video whose grid cannot hold them."""
     run_dir = train(ppo, tmp_path, "coinrun,maze")
+    with pytest.raises(InputError, match="--video-grid 3 1 cannot be shared by 2 games: use a multiple of 2"):
+        evaluate.main(evaluate.Args(run_dir, device="cpu", video=tmp_path / "out.gif", video_grid=(3, 1)))
     returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
     monkeypatch.setattr(HeldOut, "play", lambda *args: (returns, returns + 1))
     figures = evaluate.main(evaluate.Args(run_dir, episodes=8, num_envs=4, device="cpu"))
-    assert figures["coinrun mean"] == 7.5
-    assert figures["coinrun standard error"] == pytest.approx(5 / 2)
-    assert figures["coinrun IQM"] == 10
-    assert figures["coinrun normalised mean"] == 0.5
-    assert figures["maze mean"] == 6.25
-    assert figures["maze mean length"] == 7.25
+    coinrun = [figures[f"coinrun {name}"] for name in ("mean", "standard error", "IQM", "normalised mean")]
+    assert coinrun == pytest.approx([7.5, 5 / 2, 10, 0.5])
+    assert (figures["maze mean"], figures["maze mean length"]) == (6.25, 7.25)
 
 
 def test_levels(bossfight, monkeypatch):
     seeds = []
-
-    def play(held_out, *args):
-        seeds.extend(level_seeds(held_out.envs))
-        return np.zeros((2, 32, 1))
-
-    monkeypatch.setattr(HeldOut, "play", play)
+    monkeypatch.setattr(
+        HeldOut, "play", lambda held_out, *_: seeds.extend(level_seeds(held_out.envs)) or np.ones((2, 32, 1))
+    )
     evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels="train", device="cpu"))
     assert set(seeds) == {4, 5, 6}
-
-
-def test_level_ranges():
     limited, unlimited = ppo.Args(num_levels=200, start_level=10), ppo.Args()
     assert evaluate.level_range(limited, "unseen") == {"num_levels": 2**31 - 1 - 210, "start_level": 210}
-    assert evaluate.level_range(limited, "all") == {"num_levels": 0, "start_level": 0}
-    assert evaluate.level_range(limited, "train") == {"num_levels": 200, "start_level": 10}
-    assert evaluate.level_range(unlimited, "train") == {"num_levels": 0, "start_level": 0}
+    for args, levels in ((limited, "all"), (unlimited, "train")):
+        assert evaluate.level_range(args, levels) == {"num_levels": 0, "start_level": 0}
     with pytest.raises(InputError, match="none is unseen: use --levels all"):
         evaluate.level_range(unlimited, "unseen")
 
@@ -127,6 +124,17 @@ def test_a_full_disk_is_noticed_before_the_evaluation(suffix, bossfight, tmp_pat
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "TestBits-v0", "coinrun,maze"])
+def test_random_actions_of_any_kind(env_id, capsys):
+    args = evaluate.Args(random_policy=("TestCount-v0", env_id), num_envs=4, episodes=6)
+    figures = evaluate.main(args)
+    games = env_id.split(",")
+    assert figures["TestCount-v0 mean"] == figures["TestCount-v0 mean length"] == 5
+    assert len(figures) == 5 * (1 + len(games))
+    assert all(figures[f"{game} mean length"] > 0 for game in games)
+    assert f"random policy: {env_id}, easy, 8 episodes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -136,23 +144,27 @@ def test_a_full_disk_is_noticed_before_the_evaluation(suffix, bossfight, tmp_pat
         ({"video": Path("out.gif"), "video_size": 5462}, "--video-size 5462 is too large .*: use at most 5461"),
         ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
         ({"device": "cuda:77"}, "--device cuda:77"),
+        ({"episodes": 0}, "--episodes 0 leaves nothing to do"),
+        ({"distribution_mode": "hard"}, "--distribution-mode is for --random-policy"),
+        ({"source": None}, "nothing to play is named"),
+        ({"random_policy": ("maze",)}, ".*bossfight.* is for an agent: leave it out, or --random-policy"),
+        *(
+            ({"source": None, "random_policy": ("maze",), name: value}, f"--{name} is for an agent")
+            for name, value in (("levels", "train"), ("greedy", True), ("export", Path("a")), ("video", Path("a.gif")))
+        ),
+        ({"source": None, "random_policy": ("maze", "nothing")}, "'nothing' is not known"),
+        ({"source": None, "random_policy": ("CartPole-v1",), "distribution_mode": "hard"}, "are for Procgen"),
     ],
 )
 def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     """Nothing is played or written."""
     monkeypatch.chdir(tmp_path)
     Path("folder.gif").mkdir()
-    monkeypatch.setattr(HeldOut, "play", mock.Mock(side_effect=AssertionError))
+    for place, name in ((HeldOut, "play"), (evaluate, "play_randomly")):
+        monkeypatch.setattr(place, name, mock.Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=words):
-        evaluate.main(evaluate.Args(bossfight, **settings))
+        evaluate.main(evaluate.Args(**{"source": bossfight} | settings))
     assert list(tmp_path.iterdir()) == [tmp_path / "folder.gif"]
-
-
-def test_a_grid_of_several_games(tmp_path):
-    run_dir = train(ppo, tmp_path, "coinrun,maze,heist,jumper")
-    args = evaluate.Args(run_dir, episodes=6, num_envs=6, device="cpu", video=tmp_path / "out.gif")
-    with pytest.raises(InputError, match="--video-grid 3 2 cannot be shared by 4 games: use a multiple of 4"):
-        evaluate.main(args)
 
 
 def test_readmes_code_lets_agents_act(bossfight, tmp_path):
@@ -171,3 +183,78 @@ def test_readmes_code_lets_agents_act(bossfight, tmp_path):
     assert not names["state"].any()
     exec(act_with_state.replace("range(100)", "range(4)"), names)
     assert names["state"].all()
+
+
+CASES = {  # and the shape of an observation
+    "frames": (ppo, {"env_id": "starpilot", "precision": "bf16"}, (64, 64, 3)),
+    "gaussian": (ppo, {"env_id": "Pendulum-v1"}, (3,)),
+    "float64": (ppo, {"env_id": "TestDouble-v0"}, (1,)),
+    "dual": (ppg, {"env_id": "starpilot", "arch": "dual"}, (64, 64, 3)),
+    "vectors": (impala, {"env_id": "CartPole-v1"}, (4,)),
+    "lstm": (impala, {"env_id": "starpilot", "use_lstm": True}, (64, 64, 3)),
+}
+WITHOUT_OUR_CODE = """
+import sys, torch
+for folder in sys.argv[1:]:
+    policy, inputs = torch.jit.load(f"{folder}/policy.pt"), torch.load(f"{folder}/inputs.pt")
+    torch.save(policy(*inputs), f"{folder}/outputs.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Agents, what is given to them, and what their exported policies make of it in a process without our code."""
+    folders, found = {}, {}
+    for case, (script, settings, shape) in CASES.items():
+        folder = folders[case] = tmp_path_factory.mktemp(case)
+        run_dir = train(script, folder / "runs", **settings)
+        assert evaluate.main(evaluate.Args(run_dir, episodes=0, export=folder / "policy.pt")) == {}
+        agent, args = load_agent(run_dir)
+        agent.bf16 = False
+        obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8) if len(shape) == 3 else torch.randn(5, *shape)
+        found[case] = agent, (obs, torch.randn(2, 5, args.feature_dim)) if case == "lstm" else (obs,)
+        torch.save(found[case][1], folder / "inputs.pt")
+    command = [sys.executable, "-c", WITHOUT_OUR_CODE, *map(str, folders.values())]
+    subprocess.run(command, cwd=folders["frames"], check=True)
+    return {case: (*found[case], torch.load(folder / "outputs.pt")) for case, folder in folders.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_policy_gives_the_same_logits(case, exported):
+    agent, inputs, found = exported[case]
+    with torch.no_grad():
+        if case == "lstm":
+            params, _, next_state = agent.step(*inputs)
+            torch.testing.assert_close(found[1], next_state, rtol=0, atol=1e-4)
+            found = found[0]
+        else:
+            dist, _ = agent.get_action_dist(*inputs)
+            params = torch.cat([dist.mean, dist.stddev.log()], -1) if case == "gaussian" else dist.logits
+            found = found if case == "gaussian" else found.log_softmax(-1)
+    torch.testing.assert_close(found, params, rtol=0, atol=1e-4)
+    assert params.abs().max() > 1e-3
+
+
+def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monkeypatch):
+    model = train(ppo, tmp_path / "runs", "CartPole-v1") / "model.pt"
+    content = model.read_bytes()
+    for out in (model, Path("/dev/full"), tmp_path):
+        with pytest.raises(InputError, match=f"^--export {out} exists: choose another name, or remove it first.$"):
+            evaluate.main(evaluate.Args(model, export=out))
+    assert model.read_bytes() == content
+    with pytest.raises(InputError, match=r"policy\.pt cannot be written \(No such file or directory\)\.$"):
+        evaluate.export(model, tmp_path / "nowhere" / "policy.pt")
+    with pytest.raises(InputError, match=r"model\.pt cannot be read \(No such file or directory\)"):
+        evaluate.export(tmp_path, tmp_path / "policy.pt")
+    trace = torch.jit.trace
+    for change, error in ((1e-3, r"0\.001"), (torch.nan, "nan")):
+
+        def other(policy, inputs, change=change):
+            agent, _ = load_agent(model)
+            agent.policy_head.linear.bias.data += change
+            return trace(evaluate.Policy(agent).eval(), inputs)
+
+        monkeypatch.setattr(torch.jit, "trace", other)
+        with pytest.raises(TrainingError, match=f"differs from the agent, by up to {error}"):
+            evaluate.export(model, tmp_path / "policy.pt")
+    assert not (tmp_path / "policy.pt").exists()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import evaluate
-import export
 import fast
 import ideas
 from common.checkpoint import load_agent, newest_checkpoint
@@ -146,7 +145,7 @@ def test_it_is_evaluated(name, trained):
 @ALL
 def test_it_is_exported(name, trained, tmp_path):
     run_dir = trained(name).run_dir
-    export.main(export.Args(run_dir, tmp_path / "policy.pt"))
+    evaluate.export(run_dir, tmp_path / "policy.pt")
     agent, _ = load_agent(run_dir)
     shape = (16, 16, 1) if name == "own_environment" else (64, 64, 3)
     obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)

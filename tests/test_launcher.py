@@ -26,7 +26,7 @@ import ppo
 import run as launcher
 from common import InputError
 from common.run import ROOT, lock_folder
-from helpers import wait_until
+from helpers import read_csv, wait_until
 
 SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]
 SMALL += ["--update-epochs", "1"]
@@ -64,27 +64,25 @@ def run_folders(runs_dir):
 
 def words_of(runs_dir, total_timesteps, *words, env_id="CartPole-v1", seeds=2):
     """The launcher's command line after `python benchmarks/run.py`."""
-    return [
-        *("--algorithms", "ppo", "--env-ids", env_id, "--seeds", str(seeds)),
-        *("--total-timesteps", str(total_timesteps), "--runs-dir", str(runs_dir), *words, "--", *SMALL),
-    ]
+    what = f"--algorithms ppo --env-ids {env_id} --seeds {seeds} --total-timesteps {total_timesteps}"
+    return [*what.split(), "--runs-dir", str(runs_dir), *words, "--", *SMALL]
 
 
-def command_line(*args, **settings):
-    return [sys.executable, "benchmarks/run.py", *words_of(*args, **settings)]
+def run_command(*args, **settings):
+    """The launcher as a command of its own."""
+    command = [sys.executable, "benchmarks/run.py", *words_of(*args, **settings)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-# --------------------------------------------------------------------------------------------------------- the matrix
+def states(jobs):
+    return [(job.state, job.attempts) for job in jobs]
 
 
 def test_the_matrix_has_one_seed_of_all_first():
-    jobs = launcher.make_jobs(
-        launcher.Args(algorithms=("ppo", "impala"), env_ids=("starpilot", "coinrun,maze"), seeds=2)
-    )
-    assert [job.name for job in jobs] == [
-        "ppo starpilot 1", "impala starpilot 1", "ppo coinrun,maze 1", "impala coinrun,maze 1",
-        "ppo starpilot 2", "impala starpilot 2", "ppo coinrun,maze 2", "impala coinrun,maze 2",
-    ]  # fmt: skip
+    games = ("starpilot", "coinrun,maze")
+    jobs = launcher.make_jobs(launcher.Args(algorithms=("ppo", "impala"), env_ids=games, seeds=2))
+    expected = [f"{script} {game} {seed}" for seed in (1, 2) for game in games for script in ("ppo", "impala")]
+    assert [job.name for job in jobs] == expected
 
 
 @pytest.fixture
@@ -122,8 +120,7 @@ def test_a_script_of_ones_own_is_run_once(ideas, tmp_path, in_process):
     """It finds `common/`, takes no other script's run for its own, and its curve can be collected."""
     runs = tmp_path / "runs"
     launcher.main(make_args(runs))
-    words = command_line(runs, 256, "--scripts", str(ideas / "ppo.py"), seeds=1)
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = run_command(runs, 256, "--scripts", str(ideas / "ppo.py"), seeds=1)
     assert "2 runs: 2 done" in result.stdout, result.stdout + result.stderr
     jobs = launcher.main(make_args(runs, scripts=(ideas / "ppo.py",), dry_run=True))
     assert [job.state for job in jobs] == ["done", "done"]
@@ -135,35 +132,29 @@ def test_a_script_of_ones_own_is_run_once(ideas, tmp_path, in_process):
         collect.collect(jobs[0].path, results)
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (None, "No such file or directory"),
-        ("x = (", r"'\(' was never closed"),
-        ("import nothing_there", "No module named 'nothing_there'"),
-        ("x = 3", "no attribute 'Args'"),
-    ],
-)
-def test_what_is_no_script(source, words, tmp_path):
-    if source:
-        (tmp_path / "idea.py").write_text(source)
-    with pytest.raises(InputError, match=rf"^--scripts .*idea\.py cannot be used: .*{words}.*: name a changed copy of"):
-        launcher.make_jobs(launcher.Args(scripts=(tmp_path / "idea.py",)))
+def test_what_is_no_script(tmp_path):
+    sources = {"x = (": r"'\(' was never closed", "import nothing_there": "No module named 'nothing_there'"}
+    sources |= {"x = 3": "no attribute 'Args'", None: "No such file or directory"}
+    for number, (source, words) in enumerate(sources.items()):
+        path = tmp_path / f"idea{number}.py"
+        if source:
+            path.write_text(source)
+        with pytest.raises(
+            InputError, match=rf"^--scripts .*\.py cannot be used: .*{words}.*: name a changed copy of a"
+        ):
+            launcher.make_jobs(launcher.Args(scripts=(path,)))
 
 
-@pytest.mark.parametrize(
-    ("protocol", "mode", "levels", "steps"),
-    [("easy-all", "easy", 0, 25e6), ("easy-200", "easy", 200, 25e6), ("hard-all", "hard", 0, 200e6),
-     ("hard-500", "hard", 500, 200e6)],
-)  # fmt: skip
-def test_protocols(protocol, mode, levels, steps):
-    for job in launcher.make_jobs(launcher.Args(protocol=protocol, seeds=1, extra=("--baseline-coef", "0.9"))):
-        settings = job.settings
-        assert (settings.distribution_mode, settings.num_levels, settings.total_timesteps) == (mode, levels, steps)
-        assert (settings.eval_interval > 0) == (levels > 0)
-        assert settings.eval_num_levels == 0
-        assert settings.vf_coef == 0.9  # by its other name
-        assert "--baseline-coef 0.9" in shlex.join(job.command("runs"))
+@pytest.mark.parametrize(("mode", "levels", "steps"), [("easy", 200, 25e6), ("hard", 500, 200e6)])
+def test_protocols(mode, levels, steps):
+    for number in (0, levels):
+        args = launcher.Args(protocol=f"{mode}-{number or 'all'}", seeds=1, extra=("--baseline-coef", "0.9"))
+        for job in launcher.make_jobs(args):
+            settings = job.settings
+            assert (settings.distribution_mode, settings.num_levels, settings.total_timesteps) == (mode, number, steps)
+            assert (settings.eval_interval > 0, settings.eval_num_levels) == (number > 0, 0)
+            assert settings.vf_coef == 0.9  # by its other name
+            assert "--baseline-coef 0.9" in shlex.join(job.command("runs"))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +168,9 @@ def test_protocols(protocol, mode, levels, steps):
         ({"env_ids": ()}, "--env-ids is empty"),
         ({"protocol": "easy-200"}, "are for Procgen: leave them out for CartPole-v1"),
         ({"env_ids": ("bigfish",), "extra": ("--distribution-mode", "memory")}, "bigfish has no memory mode"),
-        ({"env_ids": ("coinrun,maze",), "extra": ("--num-envs", "6", "--num-env-groups", "2")}, "use a multiple of 4"),
+        ({"env_ids": ("coinrun,maze",), "extra": ("--num-envs", "7")}, "--num-envs 7 cannot be shared"),
         (
-            {"env_ids": ("coinrun",), "protocol": "easy-200", "extra": ("--eval-start-level", "200")},
+            {"env_ids": ("coinrun",), "extra": ("--eval-interval", "1", "--eval-start-level", "200")},
             "--eval-start-level has no effect while the levels are unlimited",
         ),
         ({"slurm_gpus": 2}, "--slurm-gpus is for --launcher slurm"),
@@ -194,42 +185,36 @@ def test_bad_settings(settings, word, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_places(tmp_path):
+def test_places(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="choose another --runs-dir"):
         launcher.main(make_args(tmp_path / "file"))
     with pytest.raises(InputError, match="--device cuda:77"):
         launcher.main(make_args(tmp_path, devices=("cuda:77",)))
-
-
-def test_places(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(launcher, "resolve_device", lambda device: None)
-    assert launcher.places(launcher.Args(devices=("cpu",), threads=2)) == ["cpu"] * 4
-    assert launcher.places(launcher.Args(devices=("cpu",), threads=16)) == ["cpu"]
-    assert launcher.places(launcher.Args(devices=("cuda:0", "cuda:1"))) == ["cuda:0", "cuda:1"]
-    assert launcher.places(launcher.Args(devices=("cuda:0",), runs_per_device=2)) == ["cuda:0", "cuda:0"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert launcher.places(launcher.Args()) == ["cuda:0", "cuda:1", "cuda:2"]
-
-
-# ------------------------------------------------------------------------------------------------------ running here
+    for settings, expected in (
+        ({"devices": ("cpu",), "threads": 2}, ["cpu"] * 4),
+        ({"devices": ("cpu",), "threads": 16}, ["cpu"]),
+        ({"devices": ("cuda:0", "cuda:1")}, ["cuda:0", "cuda:1"]),
+        ({"devices": ("cuda:0",), "runs_per_device": 2}, ["cuda:0", "cuda:0"]),
+        ({}, ["cuda:0", "cuda:1", "cuda:2"]),
+    ):
+        assert launcher.places(launcher.Args(**settings)) == expected
 
 
 def test_runs_are_made_once(tmp_path, in_process, capsys):
-    jobs = launcher.main(make_args(tmp_path, seeds=2))
-    assert [(job.state, job.attempts) for job in jobs] == [("done", 1)] * 2
+    assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 1)] * 2
     folders = run_folders(tmp_path)
     assert sorted(json.loads((path / "args.json").read_text())["seed"] for path in folders) == [1, 2]
     capsys.readouterr()
-    jobs = launcher.main(make_args(tmp_path, seeds=2))
-    assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 0)]
+    assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0)] * 2
     assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
-    jobs = launcher.main(make_args(tmp_path, seeds=3))
-    assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 0), ("done", 1)]
+    assert states(launcher.main(make_args(tmp_path, seeds=3))) == [("done", 0), ("done", 0), ("done", 1)]
     assert len(run_folders(tmp_path)) == 3
-    jobs = launcher.main(make_args(tmp_path, total_timesteps=384, dry_run=True))  # other settings
-    assert [job.state for job in jobs] == ["waiting"]
+    other = make_args(tmp_path, total_timesteps=384, dry_run=True)
+    assert states(launcher.main(other)) == [("waiting", 0)]
 
 
 def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):
@@ -268,7 +253,7 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
 
     monkeypatch.setattr(launcher, "start", start_beside_another)
     jobs = launcher.main(make_args(runs, seeds=2, runs_per_device=1))
-    assert [(job.state, job.attempts) for job in jobs] == [("done", 1), ("done", 0)]
+    assert states(jobs) == [("done", 1), ("done", 0)]
     seeds = [json.loads((path / "args.json").read_text())["seed"] for path in run_folders(runs)]
     assert sorted(seeds) == [1, 2]
 
@@ -278,8 +263,7 @@ def test_on_a_file_system_without_locks_runs_are_made_all_the_same(tmp_path, in_
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(launcher.fcntl, "flock", flock)
-    (job,) = launcher.main(make_args(tmp_path))
-    assert (job.state, job.attempts) == ("done", 1)
+    assert states(launcher.main(make_args(tmp_path))) == [("done", 1)]
     assert capsys.readouterr().err.count("log cannot be locked (Function not implemented)") == 1
 
 
@@ -303,15 +287,15 @@ def test_evaluations_that_are_wanted_count(finished, tmp_path, in_process):
     if not finished:
         mark_unfinished(plain.path)
     (job,) = launcher.main(make_args(tmp_path, extra=evaluated))
-    assert (job.state, job.attempts) == ("done", 1)
+    assert states([job]) == [("done", 1)]
     assert job.path != plain.path
-    steps = [line.split(",")[0] for line in (job.path / "eval.csv").read_text().splitlines()[1:]]
-    assert steps == ["128", "128", "256", "256"]
-    (job,) = launcher.main(make_args(tmp_path, extra=(*evaluated, "--eval-episodes", "5"), dry_run=True))
-    assert job.state == "waiting"
-    for extra in (SMALL, evaluated):
-        (job,) = launcher.main(make_args(tmp_path, extra=tuple(extra), dry_run=True))
-        assert job.state == "done"
+    assert [row["step"] for row in read_csv(job.path / "eval.csv")] == ["128", "128", "256", "256"]
+    for extra, state in (
+        ((*evaluated, "--eval-episodes", "5"), "waiting"),
+        (tuple(SMALL), "done"),
+        (evaluated, "done"),
+    ):
+        assert states(launcher.main(make_args(tmp_path, extra=extra, dry_run=True))) == [(state, 0)]
 
 
 def test_a_damaged_run_folder_stops_no_matrix(tmp_path, in_process):
@@ -319,11 +303,10 @@ def test_a_damaged_run_folder_stops_no_matrix(tmp_path, in_process):
     (job.path / "lock").unlink()
     (job.path / "lock").mkdir()
     (job.path / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")
-    (job,) = launcher.main(make_args(tmp_path))
-    assert (job.state, job.attempts) == ("done", 0)
+    assert states(launcher.main(make_args(tmp_path))) == [("done", 0)]
     mark_unfinished(job.path)
     (again,) = launcher.main(make_args(tmp_path))
-    assert (again.state, again.attempts) == ("done", 1)
+    assert states([again]) == [("done", 1)]
     assert again.path != job.path
 
 
@@ -339,8 +322,7 @@ def test_a_run_elsewhere_is_followed_to_its_end(tmp_path, in_process, monkeypatc
         return start(*args)
 
     monkeypatch.setattr(launcher, "start", end_the_first)
-    jobs = launcher.main(make_args(tmp_path, seeds=2))
-    assert [(job.state, job.attempts) for job in jobs] == [("done", 0), ("done", 1)]
+    assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0), ("done", 1)]
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
@@ -355,14 +337,13 @@ def test_failures(code, attempts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher, "start", start)
     jobs = launcher.main(make_args(tmp_path, seeds=3, attempts=3))
-    assert [(job.state, job.attempts) for job in jobs] == [("done", 1), ("failed", attempts), ("done", 1)]
+    assert states(jobs) == [("done", 1), ("failed", attempts), ("done", 1)]
     assert f"exit code {code}: last line" in jobs[1].note
 
 
 def test_a_failure_is_told(tmp_path):
     """By the commands themselves. (The scripts alone know which games of the Atari there are.)"""
-    words = command_line(tmp_path / "runs", 256, env_id="ALE/Nothing-v5", seeds=1)
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = run_command(tmp_path / "runs", 256, env_id="ALE/Nothing-v5", seeds=1)
     assert result.returncode == 1
     assert "1 runs: 1 failed" in result.stdout
     assert "exit code 2: error: --env-id" in " ".join(result.stdout.split())
@@ -376,13 +357,10 @@ def test_the_table(tmp_path):
     other.note = "exit code 1: cannot open [/x]"  # no markup
     console = Console(file=io.StringIO(), width=120)
     console.print(launcher.table([job, other]))
-    lines = [re.sub(r"\W*[│┃]\W*", "|", line) for line in console.file.getvalue().splitlines()]
-    assert "2 runs: 1 running, 1 waiting" in lines[0]
-    assert "|ppo CartPole-v1 1|running|256|1,000|64|22.50|0:00:12|" in lines
-    assert "|ppo CartPole-v1 2|waiting|0|1,000|" in "".join(lines)
-
-
-# ----------------------------------------------------------------------------------------------------------- on Slurm
+    text = re.sub(r"[^\S\n]*[│┃][^\S\n]*", "|", console.file.getvalue())
+    assert "2 runs: 1 running, 1 waiting" in text
+    assert "\n|ppo CartPole-v1 1|running|256|1,000|64|22.50|0:00:12|" in text
+    assert "\n|ppo CartPole-v1 2|waiting|0|1,000|-|-|-|exit code 1: cannot open [/x]|" in text
 
 
 def interrupt_a_slurm_job():
@@ -404,25 +382,21 @@ def test_a_slurm_job_stops_its_run_and_is_repeated(tmp_path):
     with fast.Fork(tmp_path, interrupt_a_slurm_job) as process:
         assert process.wait() == 5, process.errors
     assert process.output == "again: True SlurmRun child: False\n"
-
-
-def test_a_slurm_job_fails_with_its_run():
     with pytest.raises(RuntimeError, match="exit code 3"):
         launcher.SlurmRun()(["-c", "raise SystemExit(3)"])
 
 
-def test_slurm_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(InputError, match="pip install submitit"):
-        launcher.main(make_args(tmp_path, launcher="slurm", devices=("auto",)))
-
-
-def test_slurm_refuses(tmp_path, monkeypatch):
+def test_slurm_is_not_there_or_refuses(tmp_path, monkeypatch):
+    slurm = make_args(tmp_path, launcher="slurm", devices=("auto",), slurm_partition="nowhere")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "submitit", None)
+        with pytest.raises(InputError, match="pip install submitit"):
+            launcher.main(slurm)
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "")  # so that what `submit` sets is taken back
     with pytest.raises(InputError, match="--launcher slurm: "):
-        launcher.main(make_args(tmp_path, launcher="slurm", devices=("auto",), slurm_partition="nowhere"))
+        launcher.main(slurm)
 
 
 def stop_and_requeue(job, runs_dir, number, *flags):
@@ -446,29 +420,16 @@ def slurm(tmp_path, monkeypatch):
     name = subprocess.check_output(["hostname", "-s"], text=True).strip()
     (tmp_path / "key").write_bytes(os.urandom(1024))
     (tmp_path / "key").chmod(0o400)
-    (tmp_path / "slurm.conf").write_text(f"""
-ClusterName=test
-SlurmctldHost={name}(127.0.0.1)
-AuthInfo=socket={tmp_path}/munge.socket
-SlurmUser=root
-SlurmdUser=root
-SlurmctldPort=26817
-SlurmdPort=26818
-StateSaveLocation={tmp_path}/state
-SlurmdSpoolDir={tmp_path}/spool
-SlurmctldPidFile={tmp_path}/slurmctld.pid
-SlurmdPidFile={tmp_path}/slurmd.pid
-SlurmctldLogFile={tmp_path}/slurmctld.log
-SlurmdLogFile={tmp_path}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-ReturnToService=2
-NodeName={name} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-""")
+    paths = "StateSaveLocation=state SlurmdSpoolDir=spool SlurmctldPidFile=slurmctld.pid SlurmdPidFile=slurmd.pid"
+    paths += " SlurmctldLogFile=slurmctld.log SlurmdLogFile=slurmd.log"
+    settings = "ClusterName=test SlurmUser=root SlurmdUser=root SlurmctldPort=26817 SlurmdPort=26818"
+    settings += " ProctrackType=proctrack/linuxproc TaskPlugin=task/none JobAcctGatherType=jobacct_gather/none"
+    settings += " SelectType=select/cons_tres SelectTypeParameters=CR_CPU ReturnToService=2"
+    lines = [*settings.split(), *(each.replace("=", f"={tmp_path}/") for each in paths.split())]
+    lines += [f"SlurmctldHost={name}(127.0.0.1)", f"AuthInfo=socket={tmp_path}/munge.socket"]
+    lines += [f"NodeName={name} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN"]
+    lines += ["PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP", ""]
+    (tmp_path / "slurm.conf").write_text("\n".join(lines))
     for folder in ("state", "spool"):
         (tmp_path / folder).mkdir()
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
@@ -494,34 +455,31 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     """Two runs as a job array; one gets the signal that Slurm sends before a job's time is up, and is queued again."""
     runs = tmp_path / "runs"
     words = ["--launcher", "slurm", "--slurm-gpus", "0", "--slurm-cpus", "1", "--slurm-partition", "main"]
-    result = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
+    result = run_command(runs, 150_000, *words)
     assert result.returncode == 0, result.stderr
     assert "2 runs: 2 submitted" in result.stdout
     (script,) = (runs / "logs").glob("[0-9]*_submission.sh")
     assert "#SBATCH --signal=USR1@" in script.read_text()
-    again = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
-    assert "2 runs: 2 submitted" in again.stdout
+    assert "2 runs: 2 submitted" in run_command(runs, 150_000, *words).stdout
     assert list((runs / "logs").glob("[0-9]*_submission.sh")) == [script]
     stop_and_requeue(re.search(r"Slurm job (\d+_0)", result.stdout)[1], runs, 2)
     metas = [json.loads((path / "meta.json").read_text()) for path in run_folders(runs)]
     assert [bool(meta["finished"]) for meta in metas] == [True, True]
     assert sorted(len(meta["resumed"]) for meta in metas) == [0, 1]
-    again = subprocess.run(command_line(runs, 150_000, *words), cwd=ROOT, capture_output=True, text=True)
-    assert "2 runs: 2 done" in again.stdout
+    assert "2 runs: 2 done" in run_command(runs, 150_000, *words).stdout
 
 
 @pytest.mark.slurm
 def test_slurm_example_with_torchrun(slurm, tmp_path):
     """On one node with two ranks on its cores; its time is up once."""
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n[^`]*torchrun[^`]*)```", (ROOT / "common/README.md").read_text())
-    small = (
-        "--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 60000 --device cpu --checkpoint-interval 1e9"
-    )
+    small = f"--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 60000 --runs-dir {tmp_path}/runs"
+    small += " --device cpu --checkpoint-interval 1e9"
     for there, here in (
         ("--nodes=2", "--nodes=1"),
         ("--gres=gpu:4 --cpus-per-task=32", "--cpus-per-task=2"),
         ("--nproc-per-node 4", "--nproc-per-node 2"),
-        ("ppo.py --env-id starpilot", f"ppo.py --env-id CartPole-v1 --runs-dir {tmp_path}/runs {small}"),
+        ("ppo.py --env-id starpilot", f"ppo.py --env-id CartPole-v1 {small}"),
     ):
         assert script.count(there) == 1, there
         script = script.replace(there, here)
@@ -530,7 +488,5 @@ def test_slurm_example_with_torchrun(slurm, tmp_path):
     job = subprocess.check_output(submitted, cwd=ROOT, text=True).strip()
     stop_and_requeue(job, tmp_path / "runs", 1, "--batch")
     (path,) = run_folders(tmp_path / "runs")
-    meta = json.loads((path / "meta.json").read_text())
-    assert (bool(meta["finished"]), meta["ranks"], len(meta["resumed"])) == (True, 2, 1), (
-        tmp_path / "job.log"
-    ).read_text()
+    meta, log = json.loads((path / "meta.json").read_text()), (tmp_path / "job.log").read_text()
+    assert (bool(meta["finished"]), meta["ranks"], len(meta["resumed"])) == (True, 2, 1), log

@@ -14,7 +14,6 @@ from torch.utils.tensorboard import SummaryWriter
 import collect
 import convert
 import curves
-import phases
 import ppo
 import readme
 import report
@@ -22,8 +21,6 @@ from common import InputError
 from common.evaluation import normalized
 from helpers import small_args
 from test_run import read_scalars
-
-# --------------------------------------------------------------------------------------------------------- statistics
 
 
 def test_scores_count_every_episode_of_the_window():
@@ -41,23 +38,17 @@ def test_differences_of_means():
     assert curves.difference([3.0], [1.0, 2.0, 3.0]) == pytest.approx((1.0, -3.9684, 5.9684), abs=1e-3)
 
 
-def test_means_over_games_from_known_numbers():
+def test_statistics_over_games_from_known_numbers():
     games = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([10.0, 10.0, 10.0, 30.0])]
     assert curves.mean_over_games(games) == (1.5 + 15) / 2
     assert curves.interquartile_mean(games) == (2 + 3 + 10 + 10) / 4  # without the two least and the two most of eight
     assert curves.mean_over_games([np.array([1.0]), np.array([2.0, 4.0])]) == 2  # a game is a game
     assert math.isnan(curves.interquartile_mean([np.array([1.0]), np.array([2.0, 4.0])]))  # no quarter to leave out
-
-
-def test_probability_of_improvement_from_known_numbers():
-    """By hand: of the nine pairs of the first game X wins five and ties one, of the second all."""
+    # By hand: of the nine pairs of the first game X wins five and ties one, of the second all.
     x, y = [np.array([1.0, 2, 3]), np.array([5.0])], [np.array([0.0, 2, 2.5]), np.array([1.0, 2])]
     assert curves.probability_of_improvement(x + y) == pytest.approx(((5 + 0.5) / 9 + 1) / 2)
     assert curves.probability_of_improvement(y + x) == pytest.approx(1 - ((5 + 0.5) / 9 + 1) / 2)
-
-
-def test_performance_profiles():
-    """At .5: half of the first game's runs are above, all of the second's."""
+    # At 0.5, half of the first game's runs are above, all of the second's.
     profile = curves.performance_profile([[0.4, 0.6], [0.7, 0.8]], np.array([-1, 0.5, 0.6, 1]))
     assert profile.tolist() == [1, 0.75, 0.5, 0]
 
@@ -72,23 +63,15 @@ def test_bootstrap_intervals_hold_the_mean():
         assert high - low < 2  # were the games drawn, too, it would be some 60
         hits += low < 50 < high
     assert hits / trials > 0.85
-    assert curves.with_interval(curves.interquartile_mean, [[1.0], [2.0, 3.0]])[1:] == pytest.approx(
-        (math.nan,) * 2, nan_ok=True
-    )
+    assert np.isnan(curves.with_interval(curves.interquartile_mean, [[1.0], [2.0, 3.0]])[1:]).all()
 
 
-@pytest.mark.parametrize(
-    ("ours", "published", "words"),
-    [
-        ([10.0, 10.2], [10.1, 9.9, 10.0], "matches"),
-        ([12.0, 12.2], [10.1, 9.9, 10.0], "above"),
-        ([8.0, 8.2], [10.1, 9.9, 10.0], "below"),
-        ([8.0, 12.2], [10.1, 9.9, 10.0], "inconclusive"),  # the interval holds 0, and nearly everything else
-        ([10.0, 10.1], [], "nothing published"),
-    ],
-)
-def test_verdicts(ours, published, words):
-    assert report.verdict(ours, published)[2] == words
+def test_verdicts():
+    published = [10.1, 9.9, 10.0]
+    cases = {"matches": [10.0, 10.2], "above": [12.0, 12.2], "below": [8.0, 8.2], "inconclusive": [8.0, 12.2]}
+    for words, ours in cases.items():  # the last interval holds 0, and nearly everything else
+        assert report.verdict(ours, published)[2] == words
+    assert report.verdict([10.0, 10.1], []) == ("-", "-", "nothing published")
 
 
 def test_published_runs():
@@ -108,9 +91,6 @@ def test_published_runs():
     assert published["maze"].scores(100_000) == published["maze"].scores(60_000_000) == []
     for path in curves.REFERENCE.glob("*.csv"):
         assert all(len(game.returns) == 3 for game in curves.read_reference(path.stem).values())
-
-
-# ---------------------------------------------------------------------------------------------------------- the report
 
 
 @pytest.fixture
@@ -161,8 +141,11 @@ def test_the_report_from_known_curves(tmp_path, made):
     for seed, value in ((1, 10.0), (2, 10.2), (3, 10.2), (4, 10.2), (10, 10.4)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
         write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
+    write_run(tmp_path, "easy-all", "impala-appo", "bigfish", 1, 2.0, steps=500_000)
     write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=940_000)
     write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
+    for algorithm, game in (("ppg", "bossfight"), ("impala-appo", "bossfight"), ("impala-appo", "miner")):
+        write_run(tmp_path, "hard-500", algorithm, game, 1, 8.0)
     text = made()
     published = curves.read_reference("ppo_easy_all")
     (row,) = [row for row in table_rows(text, "PPO starpilot") if row[1] == "1M"]
@@ -187,7 +170,9 @@ def test_the_report_from_known_curves(tmp_path, made):
     half = 12.7062 * np.std(gaps, ddof=1) / 2**0.5  # t(.975) with 1 degree of freedom
     low_high = f"{np.mean(gaps) - half:+.3f} to {np.mean(gaps) + half:+.3f}"
     assert row[8:] == [f"{np.mean(gaps):+.3f}", low_high, "inconclusive"]
-    assert "\n# IMPALA (APPO) starpilot (made at 0123451)\npython impala.py --env-id starpilot --seed 1\n" in text
+    command = "for game in bigfish starpilot; do python impala.py --env-id $game --seed 1; done"
+    assert f"\n# IMPALA (APPO) bigfish, starpilot (made at 0123451)\n{command}\n" in text
+    assert "\n# PPG bossfight (made at 0123451)\npython ppg.py --env-id bossfight --seed 1\n" in text
     assert "\n# PPO fruitbot, starpilot (made at 0123451, 0123452, 0123453, 0123454)\n" in text
     games, other = "for game in fruitbot starpilot; do", "python ppo.py --gamma 0.99 --env-id $game --seed 10; done"
     command = "python ppo.py --env-id $game --seed $seed; done; done"
@@ -196,6 +181,7 @@ def test_the_report_from_known_curves(tmp_path, made):
     for name in ("curves.png", "profile.png"):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
         assert f"/easy-all/{name})" in text
+    assert not (tmp_path / "hard-500" / "profile.png").exists()  # of two games
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     made()  # the same again
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == contents
@@ -223,10 +209,9 @@ def test_learning_does_not_hide_the_gap(tmp_path, made, no_pictures):
     assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
 
 
-def test_marks_outside_the_evaluations_have_no_gap():
+def test_evaluations_between_marks():
     evaluations = report.Evaluations([10, 20], [1.0, 3.0], [0.3, 0.4])
-    assert evaluations.at(10) == (1.0, 0.3)
-    assert evaluations.at(15) == (2.0, 0.25)
+    assert (evaluations.at(10), evaluations.at(15)) == ((1.0, 0.3), (2.0, 0.25))
     assert evaluations.at(9) is evaluations.at(21) is None
 
 
@@ -255,23 +240,12 @@ def test_a_run_that_was_stopped_has_a_row_where_it_ends(tmp_path, made, no_pictu
     assert [row[1] for row in table_rows(made(), "PPO maze")] == ["0.5M", "0.8M"]
 
 
-EVALUATION_COLUMNS = "step,policy,episodic_return,standard_error\n"
-
-
 @pytest.mark.parametrize(
     ("name", "words", "texts"),
     [
         ("seed1.csv", "is no CSV of a learning curve", ["", f"{','.join(convert.COLUMNS)}\n", "a,b\n1,2\n"]),
-        (
-            "seed1.eval.csv",
-            "is no CSV of evaluations",
-            ["", *(EVALUATION_COLUMNS + row for row in ("", "64,greedy,1,1\n", "64,stochastic,?,1\n"))],
-        ),
-        (
-            "seed1.meta.json",
-            "does not say how its curve was made",
-            ['{"command": "python ppo.py"', '{"command": "python ppo.py"}'],
-        ),
+        ("seed1.eval.csv", "is no CSV of evaluations", ["", "{}\n", "{}\n64,greedy,1,1\n", "{}\n64,stochastic,?,1\n"]),
+        ("seed1.meta.json", "does not say how its curve was made", ['{"command": "python', '{"command": "python"}']),
     ],
 )
 def test_damaged_files_are_named(name, words, texts, tmp_path, made, no_pictures):
@@ -279,23 +253,20 @@ def test_damaged_files_are_named(name, words, texts, tmp_path, made, no_pictures
     path = tmp_path / "easy-200" / "ppo" / "coinrun" / name
     assert path.exists()
     for text in texts:
-        path.write_text(text)
+        path.write_text(text.replace("{}", "step,policy,episodic_return,standard_error"))
         with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
             made()
 
 
-def test_a_document_that_is_not_there(tmp_path):
-    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 3.0)
-    with pytest.raises(InputError, match=r"nowhere\.md is not there"):
-        report.main(report.Args(results=tmp_path, documents=(tmp_path / "nowhere.md",)))
-    assert not list(tmp_path.rglob("*.png"))
-
-
-def test_a_report_of_nothing_leaves_a_document_alone(tmp_path):
+def test_a_report_of_nothing_or_to_nowhere_changes_nothing(tmp_path):
     (tmp_path / "README.md").write_text("text")
     with pytest.raises(InputError, match="no <protocol>"):
         report.main(report.Args(results=tmp_path, documents=(tmp_path / "README.md",)))
+    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 3.0)
+    with pytest.raises(InputError, match=r"nowhere\.md is not there"):
+        report.main(report.Args(results=tmp_path, documents=(tmp_path / "README.md", tmp_path / "nowhere.md")))
     assert (tmp_path / "README.md").read_text() == "text"
+    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_pictures):
@@ -307,14 +278,16 @@ def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_p
         axis.plot([], label=label)
 
     monkeypatch.setattr(report, "draw", draw)
-    monkeypatch.setattr(
-        curves, "performance_profile", lambda games, thresholds: drawn.update(profile=games) or thresholds
-    )
+
+    def profile(games, thresholds):
+        drawn["profile"] = games
+        return thresholds
+
+    monkeypatch.setattr(curves, "performance_profile", profile)
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
     write_run(tmp_path, "easy-all", "ppo", "starpilot", 2, 9.0, steps=500_000)
-    write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 7.0)
-    write_run(tmp_path, "easy-all", "impala-appo", "fruitbot", 1, 7.0)
-    write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
+    for game in ("starpilot", "fruitbot", "CartPole-v1"):
+        write_run(tmp_path, "easy-all", "impala-appo", game, 1, 7.0)
     write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
     write_run(tmp_path, "easy-all", "ppo", "bigfish", 1, 8.0, steps=16_384)  # so short that it has no point
     text = made()
@@ -352,12 +325,8 @@ def test_since_when_ppg_is_ahead(tmp_path):
     since = ahead.index(True)
     assert 0 < since < len(marks) - 1
     assert all(ahead[since:])
-    for game, value, slope in (
-        ("starpilot", 0.0, 10.5e-6),
-        ("bigfish", 5.0, 0.0),
-        ("maze", 6.0, -3e-6),
-        ("fruitbot", 0, 0),
-    ):
+    games = {"starpilot": (0, 10.5e-6), "bigfish": (5, 0), "maze": (6, -3e-6), "fruitbot": (0, 0)}
+    for game, (value, slope) in games.items():
         write_run(tmp_path, "easy-all", "ppg", game, 1, value, slope=slope, steps=marks[-1] + 9_999)
     write_run(tmp_path, "easy-all", "ppg", "ninja", 1, 9.0, steps=100_000)  # too short for a mark
     (protocol,) = report.read_protocols(tmp_path)
@@ -366,30 +335,6 @@ def test_since_when_ppg_is_ahead(tmp_path):
     assert found["bigfish"] == "from 0.1M to 0.9M"
     assert found["maze"] == found["fruitbot"] == "not by 0.9M"  # ahead at first
     assert found["ninja"] == "-"
-
-
-def test_phases_at_the_same_steps_and_hours(tmp_path, monkeypatch):
-    """PPO's return is 1 + its million steps; it makes two steps in the time of one of PPG's."""
-    monkeypatch.setattr(phases, "speeds", lambda: {"ppo": 800.0, "ppg": 400.0})
-    for seed in (1, 2):
-        write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, 1.0, slope=1e-6, steps=1_310_720)
-    write_run(tmp_path, "easy-all", "ppg", "starpilot", 1, 3.0, steps=1_048_576)
-    write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 2, 2.0, steps=524_288)
-    write_run(tmp_path, "easy-all", "ppg", "maze", 1, 3.0)  # which PPO has not played
-    write_run(tmp_path, "easy-all", "ppo", "fruitbot", 1, 3.0)  # which PPG has not played
-    _, _, maze, first, second = phases.main(tmp_path / "easy-all").splitlines()
-    middle = 524_288 - 131_072 / 2  # of the window
-    same_steps, same_hours = (f"{1 + each / 1e6:.2f} (n = 2)" for each in (middle, middle + 524_288))
-    paper = [
-        f"{mean(curves.read_reference(file)['starpilot'].scores(2_097_152)):.2f}" for file, _ in phases.PAPER.values()
-    ]
-    published = curves.read_reference("ppo_easy_all")
-    easy = [f"{mean(published[game].scores(524_288)):.2f}" for game in ("maze", "starpilot")]
-    assert maze.startswith(f"| maze | 524,288 | 3.00 (n = 1) | - | - | - | {easy[0]} (n = 3) | ")
-    start = f"| starpilot | 524,288 | 3.00 (n = 1) | 2.00 (n = 1) | {same_steps} | {same_hours} | {easy[1]} (n = 3) | "
-    assert first == start + " | ".join(f"{each} (n = 3)" for each in paper) + " |"
-    assert second.startswith(f"| starpilot | 1,048,576 | 3.00 (n = 1) | - | {same_hours} | - | ")
-    assert (tmp_path / "easy-all" / "phases.png").stat().st_size > 5000
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path):
@@ -412,23 +357,24 @@ def test_the_documents_are_what_the_report_makes(tmp_path):
 
 def test_marks_are_found_in_the_document_that_has_them(tmp_path):
     first, second = tmp_path / "a.md", tmp_path / "b.md"
-    first.write_text("<!-- precision -->\n<!-- end of report -->\n")
+    other = "<!-- precision -->\n<!-- end of report -->\n"
+    first.write_text(other)
     second.write_text("a\n<!-- report -->\nold\n<!-- end of report -->\nb\n")
     readme.fill((first, second), "report", "text\n")
-    assert first.read_text() == "<!-- precision -->\n<!-- end of report -->\n"
+    assert first.read_text() == other
     assert second.read_text() == "a\n<!-- report -->\ntext\n<!-- end of report -->\nb\n"
     with pytest.raises(InputError, match="no lines <!-- report -->"):
         readme.fill((first,), "report", "text\n")
 
 
 def test_collect_keeps_evaluations(tmp_path):
-    results = tmp_path / "results"
-    sizes = {"num_steps": 16, "total_timesteps": 128}
+    results, sizes = tmp_path / "results", {"num_steps": 16, "total_timesteps": 128}
     args = small_args(ppo, tmp_path / "runs", sizes, eval_interval=64, eval_episodes=4)
     run_dir = ppo.main(args)
     target = collect.collect(run_dir, results)
-    assert target.with_suffix(".eval.csv").read_text() == (run_dir / "eval.csv").read_text()
-    assert report.read_evaluations(target.with_suffix(".eval.csv")).steps == [64, 128]
+    beside = target.with_suffix(".eval.csv")
+    assert beside.read_text() == (run_dir / "eval.csv").read_text()
+    assert report.read_evaluations(beside).steps == [64, 128]
     for name in ("eval.csv", "progress.csv"):
         text = (run_dir / name).read_text()
         (run_dir / name).write_text(text.splitlines()[0] + "\n")
@@ -444,11 +390,8 @@ def test_collect_keeps_evaluations(tmp_path):
     with pytest.raises(InputError, match=r"seed1\.eval\.csv is of another run"):
         collect.collect(plain, results)
     assert not target.exists()
-    target.with_suffix(".eval.csv").unlink()
+    beside.unlink()
     assert collect.collect(plain, results) == target
-
-
-# -------------------------------------------------------------------------------------------------------- TensorBoard
 
 
 def test_event_files_become_the_progress_of_the_run(tmp_path):
@@ -475,11 +418,8 @@ def test_a_curve_becomes_event_files(tmp_path):
     assert scalars["charts/episodic_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3)]
     assert scalars["charts/last_100_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3, 4)]
     assert scalars["charts/episodes"] == [(16_384, 10), (32_768, 7), (49_152, 10), (65_536, 0)]
-    convert.main(convert.Args(tmp_path / "events", tmp_path / "again.csv"))
-    before, again = curves.read(path), curves.read(tmp_path / "again.csv")
-    assert (again.steps, again.episodes) == (before.steps, before.episodes)
-    assert again.returns == pytest.approx(before.returns, nan_ok=True)
-    assert again.seconds == pytest.approx(before.seconds, abs=2)
+    with pytest.raises(InputError, match="has the rows of a CSV and no single episodes"):
+        convert.main(convert.Args(tmp_path / "events", tmp_path / "again.csv"))
 
 
 def test_episodes_that_were_logged_out_of_order(tmp_path):
@@ -493,22 +433,20 @@ def test_episodes_that_were_logged_out_of_order(tmp_path):
 
 
 def test_what_cannot_be_converted(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "some.csv").write_text("a,b\n1,2\n")
     good = ",".join(convert.COLUMNS) + "\n1,2,3,4,5\n"
-    for name, text in (("good", good), ("short", f"{good}2,3\n"), ("binary", "\0\1")):
+    for name, text in (("some", "a,b\n1,2\n"), ("good", good), ("short", f"{good}2,3\n"), ("binary", "\0\1")):
         (tmp_path / f"{name}.csv").write_text(text)
-    (tmp_path / "folder.csv").mkdir()
+    for name in ("empty", "folder.csv"):
+        (tmp_path / name).mkdir()
     convert.main(convert.Args(tmp_path / "good.csv", tmp_path / "taken"))
+    for name in ("some", "short", "binary", "folder"):
+        with pytest.raises(InputError, match="no CSV of a learning curve"):
+            convert.main(convert.Args(tmp_path / f"{name}.csv", tmp_path / "events"))
     for source, target, words in (
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
-        ("some.csv", "events", "no CSV of a learning curve"),
         ("empty", "some.csv", "remove it first"),
         ("empty", "nowhere/x.csv", "there is no"),
-        ("short.csv", "events", "no CSV of a learning curve"),
-        ("binary.csv", "events", "no CSV of a learning curve"),
-        ("folder.csv", "events", "no CSV of a learning curve"),
         ("good.csv", "good-too.csv", "cannot be a CSV, too"),
         ("good.csv", "taken", "taken is there"),
         ("empty", "empty", "empty is there"),
