@@ -180,9 +180,13 @@ class Agent(nn.Module):
         """Value estimates, float32 [B], of observations [B, ...]."""
         return self.value_head(self.encode(self.encoder, obs)).squeeze(-1)
 
+    def get_policy(self, obs: Tensor) -> Tensor:
+        """Parameters of the action distributions, float32 [B, P], as `action_dist` reads them."""
+        return self.policy_head(self.encode(self.encoder, obs))
+
     def get_action_dist(self, obs: Tensor, state: None = None) -> tuple[Distribution, None]:
         """The distributions over actions at observations [N, ...]; there is no state to keep from step to step."""
-        return action_dist(self.action_space, self.policy_head(self.encode(self.encoder, obs))), state
+        return action_dist(self.action_space, self.get_policy(obs)), state
 
     def get_action_and_value(self, obs: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw actions [B, ...] or take those given; return them, their log-probabilities, entropies and values [B]."""

@@ -65,13 +65,11 @@ class Killable(fast.ForkedScript):
     def __init__(self, command, **settings):
         with open(os.devnull, "w") as file:
             super().__init__(command, stdout=file)
+        self.wait = self.wait_for_code
 
-    def kill(self):
-        self.process.kill()
-
-    def wait(self):
-        super().wait()
-        return self.returncode
+    def wait_for_code(self) -> int:
+        self.join()
+        return self.exitcode
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "impala"])

@@ -148,13 +148,13 @@ def test_what_is_no_script(tmp_path):
 @pytest.mark.parametrize(("mode", "levels", "steps"), [("easy", 200, 25e6), ("hard", 500, 200e6)])
 def test_protocols(mode, levels, steps):
     for number in (0, levels):
-        args = launcher.Args(protocol=f"{mode}-{number or 'all'}", seeds=1, extra=("--baseline-coef", "0.9"))
+        args = launcher.Args(protocol=f"{mode}-{number or 'all'}", seeds=1, extra=("--vf-coef", "0.9"))
         for job in launcher.make_jobs(args):
             settings = job.settings
             assert (settings.distribution_mode, settings.num_levels, settings.total_timesteps) == (mode, number, steps)
             assert (settings.eval_interval > 0, settings.eval_num_levels) == (number > 0, 0)
             assert settings.vf_coef == 0.9  # by its other name
-            assert "--baseline-coef 0.9" in shlex.join(job.command("runs"))
+            assert "--vf-coef 0.9" in shlex.join(job.command("runs"))
 
 
 @pytest.mark.parametrize(
