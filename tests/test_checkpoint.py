@@ -717,7 +717,7 @@ def test_memory_stays_flat(script, tmp_path):
     assert slope < 0.02  # a checkpoint has .7 MB
 
 
-def test_closed_environments_are_freed_at_once(monkeypatch):
+def test_closed_environments_are_freed_at_once():
     """The garbage collector need not: cffi's buffers can crash it."""
     envs = make_envs("coinrun", 1, seed=0)
     envs.reset()
