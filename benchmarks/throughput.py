@@ -10,7 +10,7 @@ shorter than by default (`--num-steps`), with minibatches and pieces of the same
 Configurations of the encoder (all else is the same):
 
     plain                  float32, whole minibatches, contiguous (NCHW) frames, PyTorch's max-pooling, malloc as it is
-    plain+malloc           the same with the allocator settings of `keep_freed_memory` of common/fast/
+    plain+malloc           the same with the allocator settings that `accelerate` makes
     plain+malloc+permuted  the same, but frames are only permuted, not copied: what CleanRL's scripts do
     fp32                   the script with --precision fp32
     default                the script with --precision auto --accelerate eager
