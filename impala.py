@@ -592,7 +592,8 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
 
 def episodes_of(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
     """The episodes that ended in a batch which began after `step` steps: step, environment, return, length."""
-    unrolls, earlier = Counter(each.env for each in batch), Counter()
+    unrolls = Counter(each.env for each in batch)
+    earlier = Counter()
     episodes = []
     for each in batch:  # several unrolls of an environment follow each other
         for t, episodic_return, length in each.episodes:
@@ -616,8 +617,7 @@ def main(args: Args) -> Path:
             optimizer = RMSprop(agent.parameters(), args.learning_rate, alpha=0.99, eps=args.rmsprop_eps)
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
-        # metrics of the updates since the last row, and the states of each environment after its last unroll in a batch
-        progress = Kept(history=[], ends={})
+        progress = Kept(history=[], ends={})  # metrics since the last row; environments' states after their last unroll
         run = session.open_run(agent, optimizer=optimizer, reward_normalizer=reward_normalizer, progress=progress)
         step = run.step
         version = first_version = step // session.iteration_steps
