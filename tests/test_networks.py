@@ -66,7 +66,7 @@ def imports_from_common(source: str) -> list[tuple[str, str]]:
 def test_the_files_of_common_lie_in_layers():
     """As common/__init__.py lists them: each imports from files before it alone, and none imports a script.
 
-    Beside the scripts, only what loads an agent imports `common.fast`.
+    Beside the scripts, only what loads an agent imports the folder for speed.
     """
     order = re.findall(r"^(\w+)  ", common.__doc__, re.M)
     assert sorted(order) == sorted(path.stem for path in COMMON.glob("*.py") if path.stem != "__init__")
