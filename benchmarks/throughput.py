@@ -375,7 +375,7 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
     groups = by_configuration(rows)
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
     configurations = [name for name in CONFIGURATIONS + ACCELERATED if any(key[1] == name for key in groups)]
-    if not configurations:  # a run of memory or sweeps alone
+    if not configurations:  # a run of memory alone
         return
     figure, axes = figures.plt.subplots(figsize=(8, 3.2))
     width = 0.8 / len(configurations)
