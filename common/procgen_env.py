@@ -26,10 +26,9 @@ PROCGEN_MODES = {
 class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment, with C++ threads that step all copies at once.
 
-    Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
-    the last frame of an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws
-    (`rand_seed`), of `num_levels` levels from `start_level` on (0 for no limit). `num_threads` 0 steps the environments
-    in the caller's thread, None in one thread for each core, 8 at most. `render` draws 512x512 frames as well."""
+    A step limit ends an episode like a death: `truncations` is always false. Procgen does not report the last frame of
+    an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws. `num_threads` 0 steps
+    the environments in the caller's thread, None in one thread a core, 8 at most. `render` also draws 512x512."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 
@@ -42,15 +41,13 @@ class ProcgenVectorEnv(VectorEnv):
         gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
         from procgen import ProcgenGym3Env
 
-        # Exploration mode is one fixed level of the hard distribution and refuses these two.
-        levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
-        levels |= {"distribution_mode": distribution_mode, "rand_seed": seed}
-        self.render_mode = "rgb_array" if render else None
+        self.num_envs, self.render_mode = num_envs, "rgb_array" if render else None
         if num_threads is None:
             num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        drawn = {"num_threads": num_threads, "render_mode": self.render_mode}
-        self.gym3_env = ProcgenGym3Env(num=num_envs, env_name=",".join(games), **levels, **drawn)
-        self.num_envs = num_envs
+        options = {"distribution_mode": distribution_mode, "rand_seed": seed, "num_threads": num_threads}
+        if distribution_mode != "exploration":  # which is one fixed level, and refuses these two
+            options |= {"num_levels": num_levels, "start_level": start_level}
+        self.gym3_env = ProcgenGym3Env(num_envs, ",".join(games), render_mode=self.render_mode, **options)
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
         self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
