@@ -54,12 +54,10 @@ def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
     x = moments(torch.zeros(1, *moments.mean.shape))
     layers = [nn.LazyLinear(128), nn.LeakyReLU()]
     if x.dim() == 4:
-        sizes_of_convs = [(8, 4, 0), (4, 2, 0), (3, 1, 0)]  # kernel, stride, padding
-        if min(x.shape[2:]) < 36:
-            sizes_of_convs = [(3, 2, 1)] * 3
+        kernels = [(8, 4, 0), (4, 2, 0), (3, 1, 0)] if min(x.shape[2:]) >= 36 else [(3, 2, 1)] * 3
         layers = []
-        for channels, size in zip((32, 64, 64), sizes_of_convs, strict=True):
-            layers += [nn.LazyConv2d(channels, *size), nn.LeakyReLU()]
+        for channels, kernel in zip((32, 64, 64), kernels, strict=True):  # size, stride, padding
+            layers += [nn.LazyConv2d(channels, *kernel), nn.LeakyReLU()]
         layers.append(nn.Flatten())
     for size in sizes:
         layers += [nn.LazyLinear(size), nn.ReLU()]
@@ -128,7 +126,7 @@ class ICM(nn.Module):
 class Intrinsic(nn.Module):
     """An RND or ICM model, the value function of its rewards, and the optimizer of both. The model takes transitions
     obs, actions, next_obs and `within`, [B, ...] each, and returns their rewards [B], its loss and metrics. Where an
-    episode ends, next_obs is the first observation of the next one and `within` is 0; elsewhere `within` is 1."""
+    episode ends, `next_obs` begins the next one and `within` is 0; elsewhere `within` is 1."""
 
     def __init__(self, args: Any, envs: Any, epochs: int, device: torch.device):
         super().__init__()
@@ -158,11 +156,12 @@ class Intrinsic(nn.Module):
         scaled = self.normalizer(rewards.cpu().numpy(), np.zeros(shape, np.float32))
         rewards = torch.as_tensor(scaled).to(rewards)
         intrinsic_advantages = self.estimate_advantages(rewards, values, last_value)
-        metrics = self.learn(transitions, intrinsic_advantages + values)
+        returns = intrinsic_advantages + values
+        metrics = self.learn(transitions, returns)
         metrics |= {"charts/intrinsic_reward": rewards.mean(), "charts/intrinsic_value": values.mean()}
         weighted = args.intrinsic_coef * intrinsic_advantages
         if args.pretraining:
-            return weighted, intrinsic_advantages + values, metrics
+            return weighted, returns, metrics
         return advantages + weighted, advantages + rollout.values, metrics
 
     def estimate_advantages(self, rewards: Tensor, values: Tensor, last_value: Tensor) -> Tensor:
@@ -182,9 +181,8 @@ class Intrinsic(nn.Module):
             order = torch.randperm(returns.numel(), generator=self.generator).to(returns.device)
             for batch in order.chunk(self.args.num_minibatches):
                 minibatch = [x.index_select(0, batch) for x in transitions]
-                targets = returns.flatten()[batch]
                 _, loss, metrics = self.model(*minibatch)
-                value_loss = 0.5 * (self.value(minibatch[0]) - targets).square().mean()
+                value_loss = 0.5 * (self.value(minibatch[0]) - returns.flatten()[batch]).square().mean()
                 self.optimizer.zero_grad()
                 (loss + value_loss).backward()
                 self.optimizer.step()
