@@ -63,9 +63,8 @@ def setup_device(device: torch.device, seed: int, torch_deterministic: bool = Tr
 
 
 def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: str | None = None) -> torch.Tensor:
-    """An uninitialised tensor for the observations of a phase: in a memory-mapped file without a name in folder `disk`;
-    else on `device`, or in pinned host memory if it would not leave 8 GB of a GPU free. Raises InputError where there
-    is no room."""
+    """A tensor for the observations of a phase, in a memory-mapped file without a name in the folder `disk`; without it
+    on `device`, or in pinned host memory if 8 GB of a GPU would not stay free. Raises InputError if it has no room."""
     num_bytes = math.prod(shape) * dtype.itemsize
     size, advice = f"{num_bytes / 1e9:,.1f} GB of frames", "lower --n-pi, --num-envs or --num-steps."
     if disk is not None:

@@ -17,8 +17,6 @@ from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.settings import HOST_MEMORY
 
-State = dict[str, Any]  # of one environment: tensors and plain values
-
 
 def make_envs(
     env_id: str, num_envs: int, *, seed: int, capture_video: bool = False, pinned: bool = False, **settings: Any
@@ -29,10 +27,9 @@ def make_envs(
     [num_envs] for `Discrete`, and [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds
     here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each episode that
     this step has finished, as `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's).
-
     `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. `capture_video` films environment 0
-    once `envs.video.folder` is set. `pinned` keeps frames in one buffer of pinned memory, from which a GPU can fetch
-    them; each step overwrites it. `settings` are Procgen's, as `check_envs` takes them. Raises InputError as that."""
+    once `envs.video.folder` is set. `pinned` keeps frames in one buffer of pinned memory, which each step overwrites.
+    `settings` are Procgen's. Raises InputError as `check_envs`, and for a task that cannot be made."""
     check_envs(env_id, num_envs, **settings)
     games = env_id.split(",")
     if set(games) <= set(PROCGEN_GAMES):
@@ -58,8 +55,7 @@ def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
 
 
 class Envs(RecordEpisodeStatistics):
-    """A vector environment with episode statistics and a state that a checkpoint can hold. `obs` [N, ...] are the
-    observations that await actions."""
+    """A vector environment with episode statistics and a state to save. `obs` [N, ...] are those that await actions."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False):
         super().__init__(envs)
@@ -91,18 +87,19 @@ class Envs(RecordEpisodeStatistics):
                 raise TrainingError(f"{name} of the environments is NaN or infinite")
         return self.keep(obs), rewards, terminations, truncations, infos
 
-    def state_dict(self) -> list[State]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The state of each environment. Only Procgen's can be put back; others have a video's number at most."""
         video = {} if self.video is None else {"episode": self.video.episode}
         if not self.restorable:
             return [video] * self.num_envs
-        columns = self.unwrapped.get_states(), self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
+        games = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.unwrapped.gym3_env.get_state()]
+        columns = games, self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
         return [
-            {"env": env, "obs": torch.tensor(obs), "return": total, "length": length} | video
-            for env, obs, total, length in zip(*columns, strict=True)
+            {"env": game, "obs": torch.tensor(obs), "return": total, "length": length} | video
+            for game, obs, total, length in zip(*columns, strict=True)
         ]
 
-    def load_state_dict(self, states: list[State]) -> None:
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Put environments that have been reset into `states`. Others than Procgen's start new episodes, and say so."""
         if self.video is not None:
             self.video.episode = states[0].get("episode", 0)  # 0: from before Gymnasium's states had it
@@ -110,7 +107,7 @@ class Envs(RecordEpisodeStatistics):
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
             self.reset()  # without a seed: other episodes than the run began with
             return
-        self.unwrapped.set_states([state["env"] for state in states])
+        self.unwrapped.gym3_env.set_state([state["env"].numpy().tobytes() for state in states])  # and their levels
         self.keep(np.stack([state["obs"].numpy() for state in states]))
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]

@@ -5,8 +5,7 @@ Intrinsic returns continue across the ends of episodes (Burda et al. 2018, secti
 2. A rollout updates the observation statistics before they normalise it, and all channels count. RND takes grey frames
    and initialises the statistics with a random agent. Here its predictor trains on all steps, not on a random part.
 3. ICM differs from RND here in the model alone, and has 256 features. Pathak et al. add its reward to the task's.
-4. The learning rate stays constant, gradients are not clipped, and no minibatch is split into micro-batches.
-"""
+4. The learning rate stays constant, gradients are not clipped, and no minibatch is split into micro-batches."""
 
 import math
 from typing import Any
@@ -49,8 +48,7 @@ class RunningMoments(nn.Module):
 
 
 def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
-    """Convolutions for frames or a layer for vectors, as `moments` normalises them, then linear layers of `sizes`.
-    Weights are orthogonal with gain sqrt(2), biases 0."""
+    """Convolutions or, for vectors, a layer, then layers of `sizes`: orthogonal with gain sqrt(2), biases 0."""
     x = moments(torch.zeros(1, *moments.mean.shape))
     layers = [nn.LazyLinear(128), nn.LeakyReLU()]
     if x.dim() == 4:
@@ -106,7 +104,7 @@ class ICM(nn.Module):
 
     def forward(self, obs: Tensor, actions: Tensor, next_obs: Tensor, within: Tensor) -> WithMetrics:
         """The loss is equation 7 without the policy's part, with beta = 0.2. Where `within` is 0, rewards are 0, and
-        nothing is learnt: no action leads to such a `next_obs`, so it always surprises."""
+        nothing is learnt, because no action leads to such a `next_obs`."""
         now, then = self.encoder(self.moments(obs)), self.encoder(self.moments(next_obs))
         output = self.inverse_model(torch.cat([now, then], dim=-1))
         if isinstance(self.action_space, Discrete):

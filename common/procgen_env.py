@@ -5,7 +5,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 PROCGEN_GAMES = [
@@ -24,11 +23,10 @@ PROCGEN_MODES = {
 
 
 class ProcgenVectorEnv(VectorEnv):
-    """Procgen's own vectorised environment, with C++ threads that step all copies at once.
-
-    A step limit ends an episode like a death: `truncations` is always false. Procgen does not report the last frame of
-    an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws. `num_threads` 0 steps
-    the environments in the caller's thread, None in one thread a core, 8 at most. `render` also draws 512x512."""
+    """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
+    The last frame of an episode is not reported. Environment i plays `games[i % len(games)]`. `seed` is that of the
+    level draws. C++ threads step all copies: `num_threads`, 0 for the caller's, None for one a core, 8 at most.
+    `render` also draws frames of 512x512."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 
@@ -67,14 +65,6 @@ class ProcgenVectorEnv(VectorEnv):
     def render(self) -> list[np.ndarray]:
         """The current frame of each environment, uint8 [512, 512, 3]."""
         return [info["rgb"] for info in self.gym3_env.get_info()]
-
-    def get_states(self) -> list[torch.Tensor]:
-        """The complete state of each environment: uint8, some 29 KB each."""
-        return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.gym3_env.get_state()]
-
-    def set_states(self, states: list[torch.Tensor]) -> None:
-        """Put the environments into states that `get_states` returned. This overwrites their set of levels, too."""
-        self.gym3_env.set_state([state.numpy().tobytes() for state in states])
 
     def close_extras(self, **kwargs: Any) -> None:
         self.gym3_env.close()

@@ -145,10 +145,9 @@ class RunArgs:
             raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
         if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval:
             raise InputError("--eval-num-levels and --eval-start-level need evaluations: add --eval-interval.")
-        if self.track and not find_spec("wandb"):
-            raise InputError("--track needs a package: pip install wandb, or leave --track out.")
-        if self.capture_video and not find_spec("av"):
-            raise InputError("--capture-video needs a package: pip install av, or leave --capture-video out.")
+        for name, package in {"track": "wandb", "capture_video": "av"}.items():
+            if getattr(self, name) and not find_spec(package):
+                raise InputError(f"{flag(name)} needs a package: pip install {package}, or leave {flag(name)} out.")
 
 
 def flag(name: str) -> str:
@@ -161,7 +160,9 @@ def check_limits(args: Any) -> None:
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         given = getattr(args, name)
         values = given if isinstance(given, tuple) else (given,)
-        for value in values if given is not None else ():
+        for value in values:
+            if value is None:
+                continue
             if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
                 raise InputError(f"{flag(name)} {value} is too large.")
             for each in (hint, *get_args(hint)):
@@ -225,9 +226,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
 
 
 def command_line(args_class: type, defaults: dict[str, Any]) -> type:
-    """What tyro shows as `--help`: a section for `args_class`, and for each class that it inherits from the `own`
-    fields, which that class was the first to declare. Every section is a subclass of `args_class`, so that tyro finds
-    the help below each field; the fields that are not its own are fixed."""
+    """What tyro shows as `--help`: for `args_class` and each class that it inherits from, a section of the fields that
+    it declares first, its `own`. Sections are subclasses of `args_class`, in which tyro finds the help of a field."""
     hints = get_type_hints(args_class, include_extras=True)
     origin = {name: parent for parent in args_class.__mro__ for name in get_annotations(parent)}
     sections = []
