@@ -93,7 +93,8 @@ class ICM(nn.Module):
     def __init__(self, envs: Any):
         super().__init__()
         space = self.action_space = envs.single_action_space
-        size, num_actions = 256, int(space.n) if isinstance(space, Discrete) else math.prod(space.shape)
+        num_actions = int(space.n) if isinstance(space, Discrete) else math.prod(space.shape)
+        size = 256  # of the features
         if isinstance(space, Box):
             self.register_buffer("low", torch.as_tensor(space.low))
             self.register_buffer("high", torch.as_tensor(space.high))

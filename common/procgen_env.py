@@ -39,7 +39,8 @@ class ProcgenVectorEnv(VectorEnv):
         gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
         from procgen import ProcgenGym3Env
 
-        self.num_envs, self.render_mode = num_envs, "rgb_array" if render else None
+        self.num_envs = num_envs
+        self.render_mode = "rgb_array" if render else None
         if num_threads is None:
             num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         options = {"distribution_mode": distribution_mode, "rand_seed": seed, "num_threads": num_threads}

@@ -193,20 +193,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def saved_args(args_class: type, folder: str) -> Any:
-    """The settings of the run in `folder`. Raises InputError if they cannot be read, or are another script's."""
-    settings = read_json(Path(folder, "args.json"))
-    if not settings:
-        raise InputError(f"--resume {folder}: no run folder with a readable args.json is there.")
-    try:
-        return args_class(**settings | {"resume": None})
-    except TypeError as error:
-        raise InputError(f"--resume {folder}: the run was made by a script with other flags ({error}).") from None
-
-
 def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it. Flags that are not given have the values of the run that
-    `--resume RUN_DIR` names, of the `--preset`, or the class's defaults. Raises InputError as `saved_args`."""
+    `--resume RUN_DIR` names, of the `--preset`, or the class's defaults. Raises InputError for a run that cannot be
+    read, or is another script's."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     early.add_argument("--resume")
@@ -214,7 +204,13 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     known, _ = early.parse_known_args(words)
     args = args_class()
     if known.resume not in (None, "None", "auto"):
-        args = saved_args(args_class, known.resume)
+        saved = read_json(Path(known.resume, "args.json"))
+        if not saved:
+            raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
+        try:
+            args = args_class(**saved | {"resume": None})
+        except TypeError as error:
+            raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
     description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
