@@ -104,8 +104,7 @@ class ICM(nn.Module):
         self.inverse_model = nn.Sequential(nn.Linear(2 * size, size), nn.ReLU(), nn.Linear(size, num_actions))
 
     def forward(self, obs: Tensor, actions: Tensor, next_obs: Tensor, within: Tensor) -> WithMetrics:
-        """The loss is equation 7 without the policy's part, with beta = 0.2. Where `within` is 0, rewards are 0, and
-        nothing is learnt, because no action leads to such a `next_obs`."""
+        """The loss is equation 7 with beta = 0.2, without the policy's part. Only transitions within episodes count."""
         now, then = self.encoder(self.moments(obs)), self.encoder(self.moments(next_obs))
         output = self.inverse_model(torch.cat([now, then], dim=-1))
         if isinstance(self.action_space, Discrete):

@@ -25,8 +25,7 @@ PROCGEN_MODES = {
 class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
     The last frame of an episode is not reported. Environment i plays `games[i % len(games)]`. `seed` is that of the
-    level draws. C++ threads step all copies: `num_threads`, 0 for the caller's, None for one a core, 8 at most.
-    `render` also draws frames of 512x512."""
+    level draws. C++ threads step all copies: `num_threads`, 0 for the caller's, None for one a core, 8 at most."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 

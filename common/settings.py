@@ -195,8 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it. Flags that are not given have the values of the run that
-    `--resume RUN_DIR` names, of the `--preset`, or the class's defaults. Raises InputError for a run that cannot be
-    read, or is another script's."""
+    `--resume RUN_DIR` names, of the `--preset`, or the defaults. Raises InputError if that run's cannot be read."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     early.add_argument("--resume")
