@@ -1,6 +1,5 @@
-"""What the three scripts share, and the two errors that a person sees as one sentence.
-
-A file imports from those above it; `checkpoint` also imports fast/, to load agents.
+"""What the three scripts share, and the two errors that a person sees as one sentence. A file imports from those above
+it; `checkpoint` also imports fast/, to load agents.
 
 settings      flags: their limits, those that all scripts share, and the command line
 procgen_env   Procgen's adapter to Gymnasium

@@ -35,10 +35,9 @@ def resolve_device(device: str) -> torch.device:
 def resolve_precision(precision: str, device: torch.device) -> str:
     """Turn the `--precision` flag into "fp32" or "bf16". `auto` is bf16 where the device computes in it natively: on
     CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and on GPUs from Ampere on."""
+    native = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        native = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
     if precision == "auto":
         return "bf16" if native else "fp32"
     if precision == "bf16" and not native:
@@ -64,9 +63,8 @@ def setup_device(device: torch.device, seed: int, torch_deterministic: bool = Tr
 
 
 def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: str | None = None) -> torch.Tensor:
-    """An uninitialised tensor for the observations of a phase. With `disk`, it lies in a memory-mapped file in this
-    folder, which has no name and goes with the process; else on `device`, or in pinned host memory if it does not leave
-    8 GB of a GPU free (see `to_device`). Raises InputError where there is no room."""
+    """A tensor for the observations of a phase, in a memory-mapped file without a name in the folder `disk`; without it
+    on `device`, or in pinned host memory if 8 GB of a GPU would not stay free. Raises InputError if it has no room."""
     num_bytes = math.prod(shape) * dtype.itemsize
     size, advice = f"{num_bytes / 1e9:,.1f} GB of frames", "lower --n-pi, --num-envs or --num-steps."
     if disk is not None:
@@ -78,13 +76,13 @@ def frame_store(shape: tuple, dtype: torch.dtype, device: torch.device, disk: st
         except OSError as error:
             raise InputError(f"{size} cannot be kept in {disk} ({error.strerror}): {advice}") from error
         return torch.from_numpy(array).view(dtype).view(shape)
-    on_gpu = device.type == "cuda" and num_bytes <= torch.cuda.mem_get_info(device)[0] - GPU_RESERVE
-    if num_bytes > HOST_MEMORY and not on_gpu:  # Linux would grant it, and kill the process when it is filled
+    if device.type == "cuda" and num_bytes <= torch.cuda.mem_get_info(device)[0] - GPU_RESERVE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if num_bytes > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
         raise InputError(f"{size} do not fit into memory: use --aux-frames disk, or {advice}")
-    if device.type == "cuda" and not on_gpu:
+    if device.type == "cuda":
         print(f"note: {size} do not fit on {device}: they stay in host memory.", file=sys.stderr)
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(x: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:

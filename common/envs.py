@@ -17,8 +17,6 @@ from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.settings import HOST_MEMORY
 
-State = dict[str, Any]  # of one environment: tensors and plain values
-
 
 def make_envs(
     env_id: str, num_envs: int, *, seed: int, capture_video: bool = False, pinned: bool = False, **settings: Any
@@ -29,22 +27,15 @@ def make_envs(
     [num_envs] for `Discrete`, and [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds
     here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each episode that
     this step has finished, as `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's).
-
-    Args:
-        seed: of Procgen's level draws. `reset(seed=...)` seeds Gymnasium tasks.
-        capture_video: film environment 0 once `envs.video.folder` is set.
-        pinned: keep frames in one buffer of pinned memory, from which a GPU can fetch them; each step overwrites it.
-        settings: Procgen's `num_threads`, `distribution_mode`, `num_levels` and `start_level`.
-
-    Raises:
-        InputError: there is no such game or task, or its settings cannot work.
-    """
+    `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. `capture_video` films environment 0
+    once `envs.video.folder` is set. `pinned` keeps frames in one buffer of pinned memory, which each step overwrites.
+    `settings` are Procgen's. Raises InputError as `check_envs`, and for a task that cannot be made."""
     check_envs(env_id, num_envs, **settings)
     games = env_id.split(",")
     if set(games) <= set(PROCGEN_GAMES):
         envs = ProcgenVectorEnv(games, num_envs, seed, render=capture_video, **settings)
     else:
-        envs = make_gymnasium(env_id, num_envs, render_mode="rgb_array" if capture_video else None)
+        envs = make_gymnasium(env_id, num_envs, capture_video)
     if isinstance(envs.single_action_space, gym.spaces.Box):
         envs = ClipAction(envs)
     elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
@@ -59,15 +50,12 @@ def spread_seed(seed: int, number: int) -> int:
 
 def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
     """The episodes that a step has finished: environment, return (as the environment gave it), length."""
-    return [
-        (int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]))
-        for env in np.flatnonzero(infos.get("_episode", ()))
-    ]
+    envs = np.flatnonzero(infos.get("_episode", ()))
+    return [(int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])) for env in envs]
 
 
 class Envs(RecordEpisodeStatistics):
-    """A vector environment with episode statistics and a state that a checkpoint can hold. `obs` [N, ...] are the
-    observations that await actions."""
+    """A vector environment with episode statistics and a state to save. `obs` [N, ...] are those that await actions."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False):
         super().__init__(envs)
@@ -76,10 +64,19 @@ class Envs(RecordEpisodeStatistics):
         self.pinned = pinned and isinstance(self.single_observation_space, gym.spaces.Box)
         self.obs = None
 
+    def keep(self, obs: np.ndarray) -> np.ndarray:
+        """Make these observations those that await actions, in pinned memory if the environments keep them there."""
+        if not self.pinned:
+            self.obs = obs
+        elif self.obs is None:
+            self.obs = torch.as_tensor(obs).pin_memory().numpy()
+        else:
+            self.obs[:] = obs
+        return self.obs
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         obs, infos = super().reset(seed=seed, options=options)
-        self.obs = self.pin(obs)
-        return self.obs, infos
+        return self.keep(obs), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
@@ -88,28 +85,21 @@ class Envs(RecordEpisodeStatistics):
         for name, values in {"an observation": [obs], "a reward": [rewards], "a last observation": last_obs}.items():
             if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in values):
                 raise TrainingError(f"{name} of the environments is NaN or infinite")
-        if self.pinned:
-            self.obs[:] = obs
-        else:
-            self.obs = obs
-        return self.obs, rewards, terminations, truncations, infos
+        return self.keep(obs), rewards, terminations, truncations, infos
 
-    def pin(self, obs: np.ndarray) -> np.ndarray:
-        """These observations, in pinned memory if the environments keep them there."""
-        return torch.as_tensor(obs).pin_memory().numpy() if self.pinned else obs
-
-    def state_dict(self) -> list[State]:
+    def state_dict(self) -> list[dict[str, Any]]:
         """The state of each environment. Only Procgen's can be put back; others have a video's number at most."""
         video = {} if self.video is None else {"episode": self.video.episode}
         if not self.restorable:
             return [video] * self.num_envs
-        columns = self.unwrapped.get_states(), self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
+        games = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.unwrapped.gym3_env.get_state()]
+        columns = games, self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
         return [
-            {"env": env, "obs": torch.tensor(obs), "return": total, "length": length} | video
-            for env, obs, total, length in zip(*columns, strict=True)
+            {"env": game, "obs": torch.tensor(obs), "return": total, "length": length} | video
+            for game, obs, total, length in zip(*columns, strict=True)
         ]
 
-    def load_state_dict(self, states: list[State]) -> None:
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Put environments that have been reset into `states`. Others than Procgen's start new episodes, and say so."""
         if self.video is not None:
             self.video.episode = states[0].get("episode", 0)  # 0: from before Gymnasium's states had it
@@ -117,22 +107,22 @@ class Envs(RecordEpisodeStatistics):
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
             self.reset()  # without a seed: other episodes than the run began with
             return
-        self.unwrapped.set_states([state["env"] for state in states])
-        self.obs = self.pin(np.stack([state["obs"].numpy() for state in states]))
+        self.unwrapped.gym3_env.set_state([state["env"].numpy().tobytes() for state in states])  # and their levels
+        self.keep(np.stack([state["obs"].numpy() for state in states]))
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
 
 
-def make_gymnasium(env_id: str, num_envs: int, render_mode: str | None) -> VectorEnv:
+def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
     """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
-    drawn = {} if render_mode is None else {"render_mode": render_mode}  # not every task knows the argument
+    drawn = {"render_mode": "rgb_array"} if capture_video else {}  # not every task knows the argument
+    failures = (gym.error.Error, ImportError) + ((TypeError, AssertionError) if capture_video else ())
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    failures = (gym.error.Error, ImportError) + ((TypeError, AssertionError) if drawn else ())  # of tasks without video
     try:
         if env_id.startswith("ALE/"):
             gym.register_envs(import_module("ale_py"))
         envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=same_step, **drawn)
-        if drawn:  # a package for drawing that is not there shows in the first frame only
+        if capture_video:  # a package for drawing that is not there shows in the first frame only
             envs.reset()
             envs.render()
         return envs
@@ -151,31 +141,25 @@ def unknown_env(env_id: str) -> InputError:
 
 
 def check_envs(
-    env_id: str,
-    num_envs: int,
-    *,
-    distribution_mode: str = "easy",
-    num_levels: int = 0,
-    start_level: int = 0,
-    num_threads: int | None = None,
-    prefix: str = "",
-) -> None:
+    env_id: str, num_envs: int, *, distribution_mode: str = "easy",
+    num_levels: int = 0, start_level: int = 0, num_threads: int | None = None, prefix: str = "",
+) -> None:  # fmt: skip
     """Raise InputError for settings of `make_envs` that cannot work, or that Procgen aborts on or ignores. `prefix`
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
     games, mode = env_id.split(","), f"--distribution-mode {distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
-    procgen = set(games) <= set(PROCGEN_GAMES)
-    if not procgen and len(games) > 1:
+    known, fixed = PROCGEN_MODES[distribution_mode], distribution_mode == "exploration"
+    lacking = ", ".join(game for game in games if game not in known)
+    gymnasium = not set(games) <= set(PROCGEN_GAMES)
+    if gymnasium and len(games) > 1:
         raise unknown_env(env_id)
-    if num_envs % len(games):
-        raise InputError(f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}.")
-    if not procgen:
+    shared = f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}."
+    wrong = {shared: num_envs % len(games)}
+    if gymnasium:
         only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
-        wrong = {only: (distribution_mode, num_levels, start_level) != ("easy", 0, 0)}
+        wrong[only] = (distribution_mode, num_levels, start_level) != ("easy", 0, 0)
     else:
-        known, fixed = PROCGEN_MODES[distribution_mode], distribution_mode == "exploration"
-        lacking = ", ".join(game for game in games if game not in known)
-        wrong = {
+        wrong |= {
             f"{lacking} has no {distribution_mode} mode: {mode} works with {', '.join(known)}.": lacking,
             f"{mode} plays a single game: choose one of {', '.join(games)}.": fixed and len(games) > 1,
             f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and (num_levels or start_level),
@@ -187,9 +171,6 @@ def check_envs(
     for message, holds in wrong.items():
         if holds:
             raise InputError(message)
-
-
-# ------------------------------------------------------------------------------------------------------------- videos
 
 
 def open_video(file: Path | IO, fps: float) -> Any:

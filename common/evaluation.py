@@ -1,5 +1,5 @@
 """Evaluation on held-out levels. It plays the same first episodes of the same environments each time, with random
-numbers of its own: so it depends on the agent alone, and changes nothing in the run."""
+numbers of its own, so that it depends on the agent alone and changes nothing in the run."""
 
 import copy
 import math
@@ -28,8 +28,8 @@ class HeldOut:
 
     @torch.no_grad()
     def play(self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda finished: None) -> np.ndarray:
-        """Returns and lengths, float64 [2, N, quota], of each environment's first episodes. (The first so many that end
-        anywhere would over-sample short ones.) After each step, `on_step` gets the number of finished episodes."""
+        """Returns and lengths, float64 [2, N, quota], of each environment's first episodes: the first that end anywhere
+        would over-sample short ones. After each step, `on_step` gets the number of finished episodes."""
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
@@ -95,12 +95,10 @@ class Evaluator:
     def __call__(self, step: int, run: Run) -> None:
         """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones."""
         metrics, rows, total = {}, [], self.held_out.envs.num_envs * self.quota
-
-        def on_step(finished: int) -> None:
-            run.show(step, f"evaluation {finished}/{total}")
-
-        for policy, tag in (("stochastic", "eval"), ("greedy", "eval/greedy")):
-            returns, lengths = self.held_out.play(self.agent, self.quota, policy == "greedy", on_step)
+        for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
+            returns, lengths = self.held_out.play(
+                self.agent, self.quota, greedy, lambda finished: run.show(step, f"evaluation {finished}/{total}")
+            )
             by_game = summaries(returns, lengths, self.games, self.args.distribution_mode)
             rows += [(policy, game, *summary.values()) for game, summary in by_game.items()]
             metrics |= {f"{tag}/episodic_return": returns.mean(), f"{tag}/episodic_length": lengths.mean()}
@@ -112,11 +110,8 @@ class Evaluator:
         run.write(step, metrics, {"eval.csv": rows})
 
 
-# ------------------------------------------------------------------------------------------------- normalised returns
-
 # Returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588,
 # appendix C). For easy jumper and leaper the paper prints 3 as the least; 1 and 1.5 are those of the authors' code.
-# fmt: off
 RETURN_RANGES = {
     "easy": {
         "coinrun": (5, 10), "starpilot": (2.5, 64), "caveflyer": (3.5, 12), "dodgeball": (1.5, 19),
@@ -130,13 +125,10 @@ RETURN_RANGES = {
         "leaper": (1.5, 10), "maze": (4, 10), "bigfish": (0, 40), "heist": (2, 10),
         "climber": (1, 12.6), "plunder": (3, 30), "ninja": (2, 10), "bossfight": (0.5, 13),
     },
-}
-# fmt: on
+}  # fmt: skip
 
 
 def normalized(episodic_return: float, game: str, distribution_mode: str) -> float:
     """(R - min) / (max - min) of a return in a Procgen game; NaN where no range is published."""
-    if game not in RETURN_RANGES.get(distribution_mode, ()):
-        return float("nan")
-    least, best = RETURN_RANGES[distribution_mode][game]
+    least, best = RETURN_RANGES.get(distribution_mode, {}).get(game, (math.nan, math.nan))
     return (episodic_return - least) / (best - least)

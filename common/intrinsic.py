@@ -5,8 +5,7 @@ Intrinsic returns continue across the ends of episodes (Burda et al. 2018, secti
 2. A rollout updates the observation statistics before they normalise it, and all channels count. RND takes grey frames
    and initialises the statistics with a random agent. Here its predictor trains on all steps, not on a random part.
 3. ICM differs from RND here in the model alone, and has 256 features. Pathak et al. add its reward to the task's.
-4. The learning rate stays constant, gradients are not clipped, and no minibatch is split into micro-batches.
-"""
+4. The learning rate stays constant, gradients are not clipped, and no minibatch is split into micro-batches."""
 
 import math
 from typing import Any
@@ -49,17 +48,14 @@ class RunningMoments(nn.Module):
 
 
 def embedding(moments: RunningMoments, *sizes: int) -> nn.Sequential:
-    """Convolutions for frames or a layer for vectors, as `moments` normalises them, then linear layers of `sizes`.
-    Weights are orthogonal with gain sqrt(2), biases 0."""
+    """Convolutions or, for vectors, a layer, then layers of `sizes`: orthogonal with gain sqrt(2), biases 0."""
     x = moments(torch.zeros(1, *moments.mean.shape))
     layers = [nn.LazyLinear(128), nn.LeakyReLU()]
     if x.dim() == 4:
-        sizes_of_convs = [(8, 4, 0), (4, 2, 0), (3, 1, 0)]  # kernel, stride, padding
-        if min(x.shape[2:]) < 36:
-            sizes_of_convs = [(3, 2, 1)] * 3
+        kernels = [(8, 4, 0), (4, 2, 0), (3, 1, 0)] if min(x.shape[2:]) >= 36 else [(3, 2, 1)] * 3
         layers = []
-        for channels, size in zip((32, 64, 64), sizes_of_convs, strict=True):
-            layers += [nn.LazyConv2d(channels, *size), nn.LeakyReLU()]
+        for channels, kernel in zip((32, 64, 64), kernels, strict=True):  # size, stride, padding
+            layers += [nn.LazyConv2d(channels, *kernel), nn.LeakyReLU()]
         layers.append(nn.Flatten())
     for size in sizes:
         layers += [nn.LazyLinear(size), nn.ReLU()]
@@ -97,7 +93,8 @@ class ICM(nn.Module):
     def __init__(self, envs: Any):
         super().__init__()
         space = self.action_space = envs.single_action_space
-        size, num_actions = 256, int(space.n) if isinstance(space, Discrete) else math.prod(space.shape)
+        num_actions = int(space.n) if isinstance(space, Discrete) else math.prod(space.shape)
+        size = 256  # of the features
         if isinstance(space, Box):
             self.register_buffer("low", torch.as_tensor(space.low))
             self.register_buffer("high", torch.as_tensor(space.high))
@@ -107,8 +104,7 @@ class ICM(nn.Module):
         self.inverse_model = nn.Sequential(nn.Linear(2 * size, size), nn.ReLU(), nn.Linear(size, num_actions))
 
     def forward(self, obs: Tensor, actions: Tensor, next_obs: Tensor, within: Tensor) -> WithMetrics:
-        """The loss is equation 7 without the policy's part, with beta = 0.2. Where `within` is 0, rewards are 0, and
-        nothing is learnt: no action leads to such a `next_obs`, so it always surprises."""
+        """The loss is equation 7 with beta = 0.2, without the policy's part. Only transitions within episodes count."""
         now, then = self.encoder(self.moments(obs)), self.encoder(self.moments(next_obs))
         output = self.inverse_model(torch.cat([now, then], dim=-1))
         if isinstance(self.action_space, Discrete):
@@ -128,7 +124,7 @@ class ICM(nn.Module):
 class Intrinsic(nn.Module):
     """An RND or ICM model, the value function of its rewards, and the optimizer of both. The model takes transitions
     obs, actions, next_obs and `within`, [B, ...] each, and returns their rewards [B], its loss and metrics. Where an
-    episode ends, next_obs is the first observation of the next one and `within` is 0; elsewhere `within` is 1."""
+    episode ends, `next_obs` begins the next one and `within` is 0; elsewhere `within` is 1."""
 
     def __init__(self, args: Any, envs: Any, epochs: int, device: torch.device):
         super().__init__()
@@ -158,11 +154,12 @@ class Intrinsic(nn.Module):
         scaled = self.normalizer(rewards.cpu().numpy(), np.zeros(shape, np.float32))
         rewards = torch.as_tensor(scaled).to(rewards)
         intrinsic_advantages = self.estimate_advantages(rewards, values, last_value)
-        metrics = self.learn(transitions, intrinsic_advantages + values)
+        returns = intrinsic_advantages + values
+        metrics = self.learn(transitions, returns)
         metrics |= {"charts/intrinsic_reward": rewards.mean(), "charts/intrinsic_value": values.mean()}
         weighted = args.intrinsic_coef * intrinsic_advantages
         if args.pretraining:
-            return weighted, intrinsic_advantages + values, metrics
+            return weighted, returns, metrics
         return advantages + weighted, advantages + rollout.values, metrics
 
     def estimate_advantages(self, rewards: Tensor, values: Tensor, last_value: Tensor) -> Tensor:
@@ -182,9 +179,8 @@ class Intrinsic(nn.Module):
             order = torch.randperm(returns.numel(), generator=self.generator).to(returns.device)
             for batch in order.chunk(self.args.num_minibatches):
                 minibatch = [x.index_select(0, batch) for x in transitions]
-                targets = returns.flatten()[batch]
                 _, loss, metrics = self.model(*minibatch)
-                value_loss = 0.5 * (self.value(minibatch[0]) - targets).square().mean()
+                value_loss = 0.5 * (self.value(minibatch[0]) - returns.flatten()[batch]).square().mean()
                 self.optimizer.zero_grad()
                 (loss + value_loss).backward()
                 self.optimizer.step()

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
 
 
-def micro_batches(
-    minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None
-) -> Iterator[tuple[Tensor, ...]]:
+def micro_batches(minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None) -> Iterator:
     """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given. With
     `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has room
     for, at least one. `size` None: 512 on a CPU; the whole minibatch on a GPU, which small pieces leave idle."""
@@ -26,14 +24,10 @@ def backward(
     loss_of: Callable, agent: nn.Module, minibatch: Any, args: Any, world: Any, dim: int = 0, at_most: int | None = None
 ) -> dict[str, Tensor]:
     """Compute the gradient of the mean loss of a minibatch in `micro_batches`, and average it over the ranks.
-
     `loss_of(agent, piece, args)` gets the minibatch, a NamedTuple of tensors, with a piece of each. It returns the loss
-    and metrics, means over the piece. The gradients of the pieces, weighted by size, add up to that of the whole.
-    Random numbers that `loss_of` draws (for augmentation, say) would depend on `--micro-batch-size`: draw them before.
-
+    and metrics, means over the piece. Random numbers that it draws would depend on `--micro-batch-size`.
     Returns the metrics of this rank. On a GPU they are tensors, which the host need not wait for. On a CPU they are
-    numbers, because long-lived scalar tensors fragment the heap: PPG's auxiliary phase grew by 15 MB with each step.
-    """
+    numbers, because long-lived scalar tensors fragment the heap: PPG's auxiliary phase grew by 15 MB with each step."""
     total = {}
     for tensors in micro_batches(minibatch, args.micro_batch_size, dim, at_most):
         piece = type(minibatch)(*tensors)

@@ -5,7 +5,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 PROCGEN_GAMES = [
@@ -24,12 +23,9 @@ PROCGEN_MODES = {
 
 
 class ProcgenVectorEnv(VectorEnv):
-    """Procgen's own vectorised environment, with C++ threads that step all copies at once.
-
-    Procgen reports neither time limits (`truncations` is always false: a step limit ends an episode like a death) nor
-    the last frame of an episode. Environment i plays `games[i % len(games)]`. `seed` is that of the level draws
-    (`rand_seed`), of `num_levels` levels from `start_level` on (0 for no limit). `num_threads` 0 steps the environments
-    in the caller's thread, None in one thread for each core, 8 at most. `render` draws 512x512 frames as well."""
+    """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
+    The last frame of an episode is not reported. Environment i plays `games[i % len(games)]`. `seed` is that of the
+    level draws. C++ threads step all copies: `num_threads`, 0 for the caller's, None for one a core, 8 at most."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 
@@ -42,15 +38,14 @@ class ProcgenVectorEnv(VectorEnv):
         gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
         from procgen import ProcgenGym3Env
 
-        # Exploration mode is one fixed level of the hard distribution and refuses these two.
-        levels = {} if distribution_mode == "exploration" else {"num_levels": num_levels, "start_level": start_level}
-        levels |= {"distribution_mode": distribution_mode, "rand_seed": seed}
+        self.num_envs = num_envs
         self.render_mode = "rgb_array" if render else None
         if num_threads is None:
             num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        drawn = {"num_threads": num_threads, "render_mode": self.render_mode}
-        self.gym3_env = ProcgenGym3Env(num=num_envs, env_name=",".join(games), **levels, **drawn)
-        self.num_envs = num_envs
+        options = {"distribution_mode": distribution_mode, "rand_seed": seed, "num_threads": num_threads}
+        if distribution_mode != "exploration":  # which is one fixed level, and refuses these two
+            options |= {"num_levels": num_levels, "start_level": start_level}
+        self.gym3_env = ProcgenGym3Env(num_envs, ",".join(games), render_mode=self.render_mode, **options)
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
         self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
@@ -70,14 +65,6 @@ class ProcgenVectorEnv(VectorEnv):
     def render(self) -> list[np.ndarray]:
         """The current frame of each environment, uint8 [512, 512, 3]."""
         return [info["rgb"] for info in self.gym3_env.get_info()]
-
-    def get_states(self) -> list[torch.Tensor]:
-        """The complete state of each environment: uint8, some 29 KB each."""
-        return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.gym3_env.get_state()]
-
-    def set_states(self, states: list[torch.Tensor]) -> None:
-        """Put the environments into states that `get_states` returned. This overwrites their set of levels, too."""
-        self.gym3_env.set_state([state.numpy().tobytes() for state in states])
 
     def close_extras(self, **kwargs: Any) -> None:
         self.gym3_env.close()

@@ -20,9 +20,8 @@ def merge_moments(running: tuple[Any, Any, Any], batch: tuple[Any, Any, Any]) ->
 
 class RewardNormalizer:
     """Divide rewards by the running standard deviation of the discounted return and clip them (`--norm-reward return`).
-    The return R_t = r_t + gamma R_(t-1) carries over from call to call and restarts with each episode. A whole rollout
-    enters the statistics before it is scaled (as in OpenAI's phasic-policy-gradient; VecNormalize of baselines goes
-    step by step). Centring could change which policy is best. `World.moments` joins the ranks."""
+    The return R_t = r_t + gamma R_(t-1) restarts with each episode. A rollout enters the statistics before it is scaled
+    (as in OpenAI's code of PPG). Centring could change which policy is best. `World.moments` joins the ranks."""
 
     def __init__(self, num_envs: int, gamma: float, norm_reward: str = "return", moments=moments, clip: float = 10.0):
         self.gamma, self.norm_reward, self.moments, self.clip = gamma, norm_reward, moments, clip

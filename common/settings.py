@@ -1,13 +1,12 @@
 """Settings: the values that they may have, those that all scripts share, and the command line."""
 
 import argparse
-import itertools
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
@@ -22,10 +21,8 @@ HOST_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
 
 class Limits(NamedTuple):
-    """The numbers that a setting may have: `holds` tells, `words` says."""
-
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[float], bool]  # whether a setting may have this number
 
 
 Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < math.inf)]
@@ -82,9 +79,7 @@ class IntrinsicArgs:
         super().validate()
         for name in ("intrinsic_coef", "intrinsic_gamma", "pretraining"):
             if self.intrinsic_reward == "none" and getattr(self, name) != getattr(type(self), name):
-                raise InputError(
-                    f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm, or omit it."
-                )
+                raise InputError(f"{flag(name)} is for intrinsic rewards: add --intrinsic-reward rnd or icm.")
         if self.intrinsic_gamma == 1:
             raise InputError("--intrinsic-gamma 1 cannot work, as intrinsic returns never end: use less.")
         if self.pretraining and self.intrinsic_coef == 0:
@@ -149,13 +144,10 @@ class RunArgs:
         if self.init_heads != "keep" and not self.init_from:
             raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
         if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval:
-            raise InputError(
-                "--eval-num-levels and --eval-start-level are for evaluations: add --eval-interval, or leave them out."
-            )
-        if self.track and not find_spec("wandb"):
-            raise InputError("--track needs a package: pip install wandb, or leave --track out.")
-        if self.capture_video and not find_spec("av"):
-            raise InputError("--capture-video needs a package: pip install av, or leave --capture-video out.")
+            raise InputError("--eval-num-levels and --eval-start-level need evaluations: add --eval-interval.")
+        for name, package in {"track": "wandb", "capture_video": "av"}.items():
+            if getattr(self, name) and not find_spec(package):
+                raise InputError(f"{flag(name)} needs a package: pip install {package}, or leave {flag(name)} out.")
 
 
 def flag(name: str) -> str:
@@ -168,17 +160,17 @@ def check_limits(args: Any) -> None:
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         given = getattr(args, name)
         values = given if isinstance(given, tuple) else (given,)
-        for value, each in itertools.product(values, (hint, *get_args(hint))):
+        for value in values:
             if value is None:
                 continue
-            choices = get_args(each) if get_origin(each) is Literal else [value]
-            if value not in choices:
-                raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(map(str, choices))}.")
             if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
                 raise InputError(f"{flag(name)} {value} is too large.")
-            for limits in getattr(each, "__metadata__", ()):
-                if isinstance(limits, Limits) and not limits.holds(value):
-                    raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+            for each in (hint, *get_args(hint)):
+                if get_origin(each) is Literal and value not in get_args(each):
+                    raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(get_args(each))}.")
+                for limits in getattr(each, "__metadata__", ()):
+                    if isinstance(limits, Limits) and not limits.holds(value):
+                        raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
 
 
 def preset_args(args_class: type, preset: str, **given: Any) -> Any:
@@ -201,58 +193,47 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def saved_args(args_class: type, folder: str) -> Any:
-    """The settings of the run in `folder`. Raises InputError if they cannot be read, or are another script's."""
-    settings = read_json(Path(folder, "args.json"))
-    if not settings:
-        raise InputError(f"--resume {folder}: no run folder with a readable args.json is there.")
-    try:
-        return args_class(**settings | {"resume": None})
-    except TypeError as error:
-        raise InputError(f"--resume {folder}: the run was made by a script with other flags ({error}).") from None
-
-
 def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it. Flags that are not given have the values of the run that
-    `--resume RUN_DIR` names, of the `--preset`, or the class's defaults. Raises InputError as `saved_args`."""
+    `--resume RUN_DIR` names, of the `--preset`, or the defaults. Raises InputError if that run's cannot be read."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     early.add_argument("--resume")
     early.add_argument("--preset")
     known, _ = early.parse_known_args(words)
-    default = args_class()
+    args = args_class()
     if known.resume not in (None, "None", "auto"):
-        default = saved_args(args_class, known.resume)
+        saved = read_json(Path(known.resume, "args.json"))
+        if not saved:
+            raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
+        try:
+            args = args_class(**saved | {"resume": None})
+        except TypeError as error:
+            raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
     elif known.preset in args_class.presets:
-        default = preset_args(args_class, known.preset)
+        args = preset_args(args_class, known.preset)
     description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
-    sections = command_line(args_class, default)
+    sections = command_line(args_class, vars(args))
     found = tyro.cli(sections, args=words, description=description, config=(tyro.conf.SuppressFixed,))
     for section in vars(found).values():
-        changed = {name: getattr(section, name) for name in type(section).own}
-        default = replace(default, **changed)
-    return default
+        args = replace(args, **{name: getattr(section, name) for name in section.own})
+    return args
 
 
-def command_line(args_class: type, default: Any) -> type:
-    """What tyro shows as `--help`: a section for `args_class` and for each of the classes that it inherits from.
-
-    Every section is a subclass of `args_class`, so that tyro finds the help below each field. All fields are fixed but
-    the `own` ones, which are those that the section's class was the first to declare.
-    """
+def command_line(args_class: type, defaults: dict[str, Any]) -> type:
+    """What tyro shows as `--help`: for `args_class` and each class that it inherits from, a section of the fields that
+    it declares first, its `own`. Sections are subclasses of `args_class`, in which tyro finds the help of a field."""
     hints = get_type_hints(args_class, include_extras=True)
-    names = [each.name for each in fields(args_class)]
     origin = {name: parent for parent in args_class.__mro__ for name in get_annotations(parent)}
     sections = []
     for parent in args_class.__mro__:
-        own = [name for name in names if origin[name] is parent]
-        if not own:
-            continue
-        shown = []
-        for name in names:
-            hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
-            shown.append((name, hint, field(default=getattr(default, name))))
-        title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
-        section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
-        sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
+        own = [name for name in defaults if origin[name] is parent]
+        if own:
+            shown = []
+            for name, value in defaults.items():
+                hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
+                shown.append((name, hint, field(default=value)))
+            title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
+            section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
+            sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
     return make_dataclass("Args", sections)
