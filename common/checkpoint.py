@@ -92,20 +92,19 @@ class Kept(SimpleNamespace):
 class RandomStates:
     """The state of every generator that `setup_device` seeds, in plain values and tensors."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state()
         states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-        return states | ({"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {})
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+        return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["torch"])
-        if self.device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], self.device)
+        if torch.cuda.is_initialized() and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 class ReplayedPhase:
@@ -145,12 +144,11 @@ class ReplayedPhase:
 
 class Checkpoints:
     """Copies of a run's state, in memory after iterations and on disk from time to time. `parts` are whatever has a
-    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`. `resumed` is the run that goes
-    on, if any."""
+    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`."""
 
-    def __init__(self, run: Run, parts: dict[str, Any], resumed: "Resumed | None"):
-        self.run, self.parts, self.world, self.snapshot = run, parts, run.world, None
-        self.written = run.step if resumed else None  # step of the newest checkpoint on disk
+    def __init__(self, run: Run, parts: dict[str, Any]):
+        self.run, self.parts, self.world = run, parts, run.world
+        self.snapshot = None  # the newest copy, until it is written
         self.head = {"format": FORMAT, "script": run.script, "args": dataclasses.asdict(run.args)}
         self.last_write = self.last_copy = time.monotonic()
         if self.world.rank > 0:
@@ -158,7 +156,7 @@ class Checkpoints:
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
-        self.write_model(copy_to_cpu(parts["agent"].state_dict()), run.step)
+        self.write_model(copy_to_cpu(parts["agent"].state_dict()))
 
     def save(self, step: int) -> None:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
@@ -172,11 +170,11 @@ class Checkpoints:
             return
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
+        shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
         ranks = self.world.all_gather(copy_to_cpu(own))
         statistics = run.state_dict()
         if self.world.rank > 0:
             return
-        shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
         self.snapshot = self.head | {"step": step, "run": statistics, "parts": copy_to_cpu(shared), "ranks": ranks}
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
@@ -188,19 +186,19 @@ class Checkpoints:
 
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
-        if self.snapshot is not None and self.snapshot["step"] != self.written:
+        if self.snapshot is not None:
             self.run.writer.flush()  # a run that is resumed from here does not make these events again
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
-            write_archive(folder / f"{self.snapshot['step']:012}.pt", self.snapshot)
-            self.write_model(self.snapshot["parts"]["agent"], self.snapshot["step"])
-            self.written = self.snapshot["step"]
+            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
+            self.write_model(self.snapshot["parts"]["agent"])
+            self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
 
-    def write_model(self, weights: dict[str, torch.Tensor], step: int) -> None:
+    def write_model(self, weights: dict[str, torch.Tensor]) -> None:
         """Write `model.pt`, which `load_agent` or `torch.load(..., weights_only=True)` reads."""
-        write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": step})
+        write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": self.run.step})
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
@@ -209,19 +207,15 @@ class Checkpoints:
         try:
             if self.world.rank == 0:
                 self.write()
-            if error is None:
-                run.finish("done")
+            run.close(error)
         except OSError as failure:
+            run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
         there = checkpoint_files(run.path)
         advice = f"resume with: {shlex.join(words)}" if there else "it has no checkpoint to resume"
-        if isinstance(error, KeyboardInterrupt):
-            run.finish("stopped")
-            if self.world.rank == 0:
-                print(*unwritten, advice, sep="\n", file=sys.stderr)
-        elif error is not None or unwritten:
-            run.close()
+        if isinstance(error, KeyboardInterrupt) and self.world.rank == 0:
+            print(*unwritten, advice, sep="\n", file=sys.stderr)
         if error is None and unwritten:
             raise TrainingError(f"the run is complete, but {unwritten[0]}: free some space; {advice}")
         if isinstance(error, TrainingError):

@@ -88,7 +88,7 @@ class Session:
         `parts` are further objects with a `state_dict`. Values of None are ignored."""
         args, world, resumed = self.args, self.world, self.resumed
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
-        random_states = {"random": RandomStates(self.device)}
+        random_states = {"random": RandomStates()}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device)
             self.exits.callback(self.evaluator.close)
@@ -99,7 +99,7 @@ class Session:
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
             self.run = run = Run(args, self.script, self.device, self.total_steps, world, resumed)
-            self.checkpoints = Checkpoints(run, parts | random_states, resumed)
+            self.checkpoints = Checkpoints(run, parts | random_states)
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
