@@ -28,7 +28,6 @@ from common.settings import HOST_MEMORY, differs_from_preset, parse
 from common.world import World
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
-LEVELS = "distribution_mode", "num_levels", "start_level"  # settings of Procgen's levels
 OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
 
 
@@ -58,16 +57,17 @@ class Session:
         self.num_iterations = math.ceil(args.total_timesteps / self.iteration_steps)
         self.total_steps = self.num_iterations * self.iteration_steps
         self.exits = ExitStack()
-        self.envs, self.stop_actors = [], lambda: False
-        self.checkpoints = self.evaluator = None
+        self.envs, self.stop_actors, self.checkpoints = [], lambda: False, None
 
     def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs:
         """Make and reset `num_envs` environments (None: all) of actor `number`."""
         args, num_envs = self.args, num_envs or self.args.num_envs
-        settings = {name: getattr(args, name) for name in (*LEVELS, "num_threads")}
-        settings |= {"capture_video": args.capture_video and number == 0, "pinned": self.device.type == "cuda"}
-        envs = make_envs(args.env_id, num_envs, seed=spread_seed(self.seed, number), **settings)
+        settings = {name: getattr(args, name) for name in ("distribution_mode", "num_levels", "start_level")}
+        settings |= {"num_threads": args.num_threads, "capture_video": args.capture_video and number == 0}
+        seed, pinned = spread_seed(self.seed, number), self.device.type == "cuda"
+        envs = make_envs(args.env_id, num_envs, seed=seed, pinned=pinned, **settings)
         self.envs.append(envs)
+        self.exits.callback(envs.close)
         envs.reset(seed=self.seed + number * num_envs)
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
         if batch > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
@@ -127,14 +127,13 @@ class Session:
         if opened:
             INTERRUPT.held = True  # actors end, and the checkpoint is written, in their own time
         with self.exits:
-            if not self.stop_actors():
-                for envs in self.envs:
-                    self.exits.callback(envs.close)
-            if isinstance(error, FloatingPointError):
-                error = TrainingError(*error.args)
+            if self.stop_actors():
+                self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
-                raise InputError(f"--env-id {self.args.env_id}: {error}.") from error
-            if out_of_memory(error):
+                error = InputError(f"--env-id {self.args.env_id}: {error}.")
+            elif isinstance(error, FloatingPointError):
+                error = TrainingError(*error.args)
+            elif out_of_memory(error):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:
                 self.checkpoints.close(error)
