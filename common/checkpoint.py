@@ -109,37 +109,32 @@ class RandomStates:
 
 class ReplayedPhase:
     """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
-    again, from the environments' states at the start of the phase. Observations of other environments are saved.
-
-    `phase` has the rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored, and `start`,
-    the environments' states before the first."""
+    again, from `phase.start`, the environments' states. Observations of other environments are saved. `phase` has the
+    rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored."""
 
     def __init__(self, phase: Any, envs: Envs):
         self.phase, self.envs = phase, envs
 
     def state_dict(self) -> dict[str, Any]:
-        phase = self.phase
-        stored = slice(phase.length)
-        state = {"start": phase.start, "actions": phase.actions[stored], "returns": phase.returns[stored]}
-        return state if self.envs.restorable else state | {"obs": phase.obs[stored]}
+        names = ("actions", "returns") if self.envs.restorable else ("actions", "returns", "obs")
+        stored = {name: getattr(self.phase, name)[: self.phase.length] for name in names}
+        return stored | {"start": self.phase.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a phase that led the environments to where they are. Raises InputError if they do not repeat it."""
         phase, envs = self.phase, self.envs
         phase.start, phase.length = state["start"], len(state["actions"])
-        stored = slice(phase.length)
-        phase.actions[stored], phase.returns[stored] = state["actions"], state["returns"]
+        for name in state.keys() - {"start"}:
+            getattr(phase, name)[: phase.length] = state[name]
         if "obs" in state:
-            phase.obs[stored] = state["obs"]
             return
         end = envs.state_dict()
         envs.load_state_dict(phase.start)
-        for k, t in np.ndindex(phase.actions[stored].shape[:2]):
+        for k, t in np.ndindex(state["actions"].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
-        for now, then in zip(envs.state_dict(), end, strict=True):
-            if not all(torch.equal(torch.as_tensor(now[name]), torch.as_tensor(then[name])) for name in then):
-                raise InputError("the environments do not repeat what they did: is another version of them installed?")
+        if not all(torch.equal(now["env"], then["env"]) for now, then in zip(envs.state_dict(), end, strict=True)):
+            raise InputError("the environments do not repeat what they did: is another version of them installed?")
 
 
 class Checkpoints:
@@ -212,8 +207,7 @@ class Checkpoints:
             run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
-        there = checkpoint_files(run.path)
-        advice = f"resume with: {shlex.join(words)}" if there else "it has no checkpoint to resume"
+        advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"
         if isinstance(error, KeyboardInterrupt) and self.world.rank == 0:
             print(*unwritten, advice, sep="\n", file=sys.stderr)
         if error is None and unwritten:
@@ -236,8 +230,11 @@ MAY_CHANGE = {
 
 class Resumed(NamedTuple):
     path: Path
-    lock: IO | None  # held while the file is open
+    lock: IO | None  # held while the file is open, by rank zero
     checkpoint: dict[str, Any]
+
+    def __reduce__(self) -> tuple:  # what the other ranks get
+        return Resumed, (self.path, None, self.checkpoint)
 
 
 def find_run(args: Any, script: str, world: World) -> Resumed | None:
@@ -245,20 +242,18 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
     `--runs-dir` that is unfinished, not in use, and has the same settings and number of ranks. Ranks that torchrun has
     restarted go on with the run that they were making. Raises InputError if there is no such run, it has no readable
     checkpoint or is in use, or a setting differs that must not change."""
-
-    def search() -> Resumed | None:
-        if args.resume not in (None, "auto"):
-            return read_run(Path(args.resume), args, script, world)
-        runs = runs_of(args, script, world.world_size) if args.resume or world.restarted else []
-        for path, finished in runs[:1] if world.restarted else runs:
-            try:
-                if world.restarted or not finished:
-                    return read_run(path, args, script, world)
-            except InputError as error:
-                print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
+    if args.resume not in (None, "auto"):
+        return read_run(Path(args.resume), args, script, world)
+    if args.resume is None and not world.restarted:
         return None
-
-    return world.on_rank_zero(search, send=lambda run: run and run._replace(lock=None))
+    runs = runs_of(args, script, world.world_size)
+    runs = runs[:1] if world.restarted else [(path, finished) for path, finished in runs if not finished]
+    for path, _ in runs:
+        try:
+            return read_run(path, args, script, world)
+        except InputError as error:
+            print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
+    return None
 
 
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
@@ -311,8 +306,6 @@ def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
         for name, part in parts.items():
             state = resumed.checkpoint["parts"] if isinstance(part, SHARED) else resumed.checkpoint["ranks"][rank]
             part.load_state_dict(state[name])
-    except InputError:
-        raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise InputError(f"--resume {resumed.path}: its checkpoint does not fit this script ({error!r}).") from error
 

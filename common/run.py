@@ -38,7 +38,6 @@ CSV_COLUMNS = {  # after "step" and "seconds"
     "episodes.csv": "env episodic_return episodic_length",
     "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return",
 }
-FLUSH_SECONDS = 2  # a signal can delay TensorBoard's next flush by this; `close` waits for it
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
 
@@ -85,7 +84,7 @@ class Run:
             if self.files[name].tell() == 0:
                 self.files[name].write(f"step,seconds,{columns.replace(' ', ',')}\n")
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
-        self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
+        self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
         if not resumed:
             table = "\n".join(f"|{key}|{value}|" for key, value in settings.items())
             self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")

@@ -48,7 +48,7 @@ class Session:
         self.world = world = World(self.device)
         self.args = args = world.share_settings(args)
         self.script = os.path.relpath(script, ROOT)
-        self.resumed = find_run(args, self.script, world)
+        self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         setup_device(self.device, self.seed, args.torch_deterministic)
         if world.rank == 0 and (others := differs_from_preset(args)):
@@ -83,12 +83,10 @@ class Session:
         return Intrinsic(self.args, envs, epochs, self.device)
 
     def open_run(self, agent: nn.Module, **parts: Any) -> Run:
-        """Make the run's folder, or put `agent` and all `parts` back where a resumed run's checkpoint left them.
-
-        `parts` are further objects with a `state_dict`. Values of None are ignored."""
+        """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
+        are further objects with a `state_dict`, or None."""
         args, world, resumed = self.args, self.world, self.resumed
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
-        random_states = {"random": RandomStates()}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device)
             self.exits.callback(self.evaluator.close)
@@ -99,7 +97,7 @@ class Session:
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
             self.run = run = Run(args, self.script, self.device, self.total_steps, world, resumed)
-            self.checkpoints = Checkpoints(run, parts | random_states)
+            self.checkpoints = Checkpoints(run, parts | {"random": RandomStates()})
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
@@ -107,7 +105,7 @@ class Session:
         if args.capture_video:
             self.envs[0].video.folder = run.path / "videos"
         if resumed:
-            load_parts(random_states, resumed, world.rank)
+            load_parts({"random": RandomStates()}, resumed, world.rank)
         return run
 
     def evaluate(self, step: int) -> None:
@@ -133,7 +131,10 @@ class Session:
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
             elif isinstance(error, FloatingPointError):
                 error = TrainingError(*error.args)
-            elif out_of_memory(error):
+            no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if isinstance(error, RuntimeError):  # PyTorch's for a CPU has no type of its own
+                no_memory |= bool(re.search("allocate memory|size calculation", str(error)))
+            if no_memory:
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:
                 self.checkpoints.close(error)
@@ -141,12 +142,6 @@ class Session:
                 raise error
         if error is None:
             self.world.destroy()
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether this is PyTorch's or Python's error for a lack of memory. A CPU's has no type of its own."""
-    said = isinstance(error, RuntimeError) and re.search("allocate memory|size calculation", str(error))
-    return bool(said) or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 # ------------------------------------------------------------------------------------------------- errors and signals

@@ -68,9 +68,8 @@ class World:
             connected(dist.broadcast_object_list, values, src=0, group=self.patient)
         return values[0]
 
-    def on_rank_zero(self, function: Callable[[], Any], send: Callable[[Any], Any] = lambda result: result) -> Any:
-        """Call `function` on rank zero. Return its result there and `send(result)` elsewhere; all raise its errors.
-        `send` takes None, too."""
+    def on_rank_zero(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on rank zero. All ranks get its result, or raise its error."""
         if not self.several:
             return function()
         result = error = None
@@ -79,10 +78,10 @@ class World:
                 result = function()
             except (InputError, TrainingError, OSError) as failure:
                 error = failure
-        sent, error = self.broadcast((send(result), error))
+        sent, error = self.broadcast((result, error))
         if error is not None:
             raise error
-        return result if self.rank == 0 else sent
+        return sent
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
