@@ -57,14 +57,15 @@ def read_archive(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
-            damaged = archive.testzip() or changed
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+            if archive.testzip() or changed:
+                raise zipfile.BadZipFile
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
         raise InputError(f"{path} is damaged, or not a file of tensors and plain values.") from error
     if not isinstance(content, dict) or str(content.get("format")) != str(FORMAT):
-        raise InputError(f"{path} is {'damaged' if damaged else 'no model or checkpoint of this version'}.")
+        raise InputError(f"{path} is no model or checkpoint of this version.")
     return content
 
 

@@ -97,8 +97,8 @@ class Run:
         if meta["script_sha256"] != here["script_sha256"]:
             print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
         if resumed:
-            names = "script_sha256", "commit", "dirty", "versions", "machine", "started"
-            meta["resumed"].append({name: here[name] for name in names} | {"step": self.step})
+            process = {name: value for name, value in here.items() if name not in ("command", "script")}
+            meta["resumed"].append(process | {"step": self.step})
         return meta | {"command": here["command"], "finished": None}
 
     def track(self, settings: dict[str, Any]) -> Any:
@@ -244,9 +244,6 @@ def mean(values: Collection[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-# ------------------------------------------------------------------------------------------------------- provenance
-
-
 def command(args: Any, script: str, launcher: str = "python") -> str:
     """The command line that repeats a run: the script's name and each flag that differs from its default."""
     words, defaults = [*launcher.split(), script], type(args)()
@@ -288,9 +285,6 @@ def git(*words: str) -> str | None:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-# ------------------------------------------------------------------------------------------------------------ files
 
 
 def make_run_dir(args: Any) -> Path:

@@ -122,8 +122,7 @@ class Session:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         opened = self.checkpoints is not None
-        if opened:
-            INTERRUPT.held = True  # actors end, and the checkpoint is written, in their own time
+        INTERRUPT.held = opened  # actors end, and the checkpoint is written, in their own time
         with self.exits:
             if self.stop_actors():
                 self.exits.pop_all()  # an actor hangs in its environment
@@ -131,10 +130,8 @@ class Session:
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
             elif isinstance(error, FloatingPointError):
                 error = TrainingError(*error.args)
-            no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            if isinstance(error, RuntimeError):  # PyTorch's for a CPU has no type of its own
-                no_memory |= bool(re.search("allocate memory|size calculation", str(error)))
-            if no_memory:
+            said = re.search("allocate memory|size calculation", str(error))  # PyTorch's has no type on a CPU
+            if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:
                 self.checkpoints.close(error)

@@ -48,10 +48,9 @@ class World:
         (https://github.com/pytorch/pytorch/issues/135712). Hence each start has keys of its own."""
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        backend = "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=self.rank, world_size=self.world_size)
         self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
