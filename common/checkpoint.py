@@ -57,14 +57,15 @@ def read_archive(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
-            damaged = archive.testzip() or changed
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+            if archive.testzip() or changed:
+                raise zipfile.BadZipFile
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
         raise InputError(f"{path} is damaged, or not a file of tensors and plain values.") from error
     if not isinstance(content, dict) or str(content.get("format")) != str(FORMAT):
-        raise InputError(f"{path} is {'damaged' if damaged else 'no model or checkpoint of this version'}.")
+        raise InputError(f"{path} is no model or checkpoint of this version.")
     return content
 
 
@@ -92,65 +93,58 @@ class Kept(SimpleNamespace):
 class RandomStates:
     """The state of every generator that `setup_device` seeds, in plain values and tensors."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state()
         states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-        return states | ({"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {})
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+        return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         torch.set_rng_state(states["torch"])
-        if self.device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], self.device)
+        if torch.cuda.is_initialized() and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 class ReplayedPhase:
     """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
-    again, from the environments' states at the start of the phase. Observations of other environments are saved.
-
-    `phase` has the rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored, and `start`,
-    the environments' states before the first."""
+    again, from `phase.start`, the environments' states. Observations of other environments are saved. `phase` has the
+    rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored."""
 
     def __init__(self, phase: Any, envs: Envs):
         self.phase, self.envs = phase, envs
 
     def state_dict(self) -> dict[str, Any]:
-        phase = self.phase
-        stored = slice(phase.length)
-        state = {"start": phase.start, "actions": phase.actions[stored], "returns": phase.returns[stored]}
-        return state if self.envs.restorable else state | {"obs": phase.obs[stored]}
+        names = ("actions", "returns") if self.envs.restorable else ("actions", "returns", "obs")
+        stored = {name: getattr(self.phase, name)[: self.phase.length] for name in names}
+        return stored | {"start": self.phase.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a phase that led the environments to where they are. Raises InputError if they do not repeat it."""
         phase, envs = self.phase, self.envs
         phase.start, phase.length = state["start"], len(state["actions"])
-        stored = slice(phase.length)
-        phase.actions[stored], phase.returns[stored] = state["actions"], state["returns"]
+        for name in state.keys() - {"start"}:
+            getattr(phase, name)[: phase.length] = state[name]
         if "obs" in state:
-            phase.obs[stored] = state["obs"]
             return
         end = envs.state_dict()
         envs.load_state_dict(phase.start)
-        for k, t in np.ndindex(phase.actions[stored].shape[:2]):
+        for k, t in np.ndindex(state["actions"].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
-        for now, then in zip(envs.state_dict(), end, strict=True):
-            if not all(torch.equal(torch.as_tensor(now[name]), torch.as_tensor(then[name])) for name in then):
-                raise InputError("the environments do not repeat what they did: is another version of them installed?")
+        if not all(torch.equal(now["env"], then["env"]) for now, then in zip(envs.state_dict(), end, strict=True)):
+            raise InputError("the environments do not repeat what they did: is another version of them installed?")
 
 
 class Checkpoints:
     """Copies of a run's state, in memory after iterations and on disk from time to time. `parts` are whatever has a
-    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`. `resumed` is the run that goes
-    on, if any."""
+    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`."""
 
-    def __init__(self, run: Run, parts: dict[str, Any], resumed: "Resumed | None"):
-        self.run, self.parts, self.world, self.snapshot = run, parts, run.world, None
-        self.written = run.step if resumed else None  # step of the newest checkpoint on disk
+    def __init__(self, run: Run, parts: dict[str, Any]):
+        self.run, self.parts, self.world = run, parts, run.world
+        self.snapshot = None  # the newest copy, until it is written
         self.head = {"format": FORMAT, "script": run.script, "args": dataclasses.asdict(run.args)}
         self.last_write = self.last_copy = time.monotonic()
         if self.world.rank > 0:
@@ -158,7 +152,7 @@ class Checkpoints:
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
-        self.write_model(copy_to_cpu(parts["agent"].state_dict()), run.step)
+        self.write_model(copy_to_cpu(parts["agent"].state_dict()))
 
     def save(self, step: int) -> None:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
@@ -172,11 +166,11 @@ class Checkpoints:
             return
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
+        shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
         ranks = self.world.all_gather(copy_to_cpu(own))
         statistics = run.state_dict()
         if self.world.rank > 0:
             return
-        shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
         self.snapshot = self.head | {"step": step, "run": statistics, "parts": copy_to_cpu(shared), "ranks": ranks}
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
@@ -188,19 +182,19 @@ class Checkpoints:
 
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
-        if self.snapshot is not None and self.snapshot["step"] != self.written:
+        if self.snapshot is not None:
             self.run.writer.flush()  # a run that is resumed from here does not make these events again
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
-            write_archive(folder / f"{self.snapshot['step']:012}.pt", self.snapshot)
-            self.write_model(self.snapshot["parts"]["agent"], self.snapshot["step"])
-            self.written = self.snapshot["step"]
+            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
+            self.write_model(self.snapshot["parts"]["agent"])
+            self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
 
-    def write_model(self, weights: dict[str, torch.Tensor], step: int) -> None:
+    def write_model(self, weights: dict[str, torch.Tensor]) -> None:
         """Write `model.pt`, which `load_agent` or `torch.load(..., weights_only=True)` reads."""
-        write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": step})
+        write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": self.run.step})
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
@@ -209,19 +203,14 @@ class Checkpoints:
         try:
             if self.world.rank == 0:
                 self.write()
-            if error is None:
-                run.finish("done")
+            run.close(error)
         except OSError as failure:
+            run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
-        there = checkpoint_files(run.path)
-        advice = f"resume with: {shlex.join(words)}" if there else "it has no checkpoint to resume"
-        if isinstance(error, KeyboardInterrupt):
-            run.finish("stopped")
-            if self.world.rank == 0:
-                print(*unwritten, advice, sep="\n", file=sys.stderr)
-        elif error is not None or unwritten:
-            run.close()
+        advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"
+        if isinstance(error, KeyboardInterrupt) and self.world.rank == 0:
+            print(*unwritten, advice, sep="\n", file=sys.stderr)
         if error is None and unwritten:
             raise TrainingError(f"the run is complete, but {unwritten[0]}: free some space; {advice}")
         if isinstance(error, TrainingError):
@@ -242,8 +231,11 @@ MAY_CHANGE = {
 
 class Resumed(NamedTuple):
     path: Path
-    lock: IO | None  # held while the file is open
+    lock: IO | None  # held while the file is open, by rank zero
     checkpoint: dict[str, Any]
+
+    def __reduce__(self) -> tuple:  # what the other ranks get
+        return Resumed, (self.path, None, self.checkpoint)
 
 
 def find_run(args: Any, script: str, world: World) -> Resumed | None:
@@ -251,20 +243,18 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
     `--runs-dir` that is unfinished, not in use, and has the same settings and number of ranks. Ranks that torchrun has
     restarted go on with the run that they were making. Raises InputError if there is no such run, it has no readable
     checkpoint or is in use, or a setting differs that must not change."""
-
-    def search() -> Resumed | None:
-        if args.resume not in (None, "auto"):
-            return read_run(Path(args.resume), args, script, world)
-        runs = runs_of(args, script, world.world_size) if args.resume or world.restarted else []
-        for path, finished in runs[:1] if world.restarted else runs:
-            try:
-                if world.restarted or not finished:
-                    return read_run(path, args, script, world)
-            except InputError as error:
-                print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
+    if args.resume not in (None, "auto"):
+        return read_run(Path(args.resume), args, script, world)
+    if args.resume is None and not world.restarted:
         return None
-
-    return world.on_rank_zero(search, send=lambda run: run and run._replace(lock=None))
+    runs = runs_of(args, script, world.world_size)
+    runs = runs[:1] if world.restarted else [(path, finished) for path, finished in runs if not finished]
+    for path, _ in runs:
+        try:
+            return read_run(path, args, script, world)
+        except InputError as error:
+            print(f"note: --resume auto passes {path} over: {error}", file=sys.stderr)
+    return None
 
 
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
@@ -317,8 +307,6 @@ def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
         for name, part in parts.items():
             state = resumed.checkpoint["parts"] if isinstance(part, SHARED) else resumed.checkpoint["ranks"][rank]
             part.load_state_dict(state[name])
-    except InputError:
-        raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise InputError(f"--resume {resumed.path}: its checkpoint does not fit this script ({error!r}).") from error
 

@@ -38,17 +38,16 @@ CSV_COLUMNS = {  # after "step" and "seconds"
     "episodes.csv": "env episodic_return episodic_length",
     "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return",
 }
-FLUSH_SECONDS = 2  # a signal can delay TensorBoard's next flush by this; `close` waits for it
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
 
 class Run:
-    """One run's folder and its progress display. Rank zero writes; episodes and metrics of the others reach it.
+    """One run's folder and its progress display. Rank zero writes, for all ranks.
 
     The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), a copy of the script
-    (`script` is its path from the repository's root), TensorBoard events, `progress.csv` (a row per `log`),
-    `episodes.csv` (a row per episode) and `eval.csv`. `world` are the ranks, `resumed` is what `find_run` returned.
-    Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses (no login, say)."""
+    (`script` is its path from the repository's root), TensorBoard events, and the CSVs: `progress.csv` has a row per
+    `log`, `episodes.csv` one per episode. `resumed` is what `find_run` returned. Raises OSError if the folder cannot be
+    written, InputError if Weights & Biases refuses."""
 
     def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
@@ -56,7 +55,7 @@ class Run:
         self.world_size = world.world_size
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.step, state = (resumed.checkpoint["step"], resumed.checkpoint["run"]) if resumed else (0, {})
-        self.waiting, self.wandb_run = [], None
+        self.waiting = []  # episodes of this rank that are not written yet
         self.recent = deque(state.get("recent", []), maxlen=100)  # returns of the last 100 episodes
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
@@ -66,66 +65,63 @@ class Run:
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
-        settings = dataclasses.asdict(self.args)
-        self.meta = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
-        self.meta |= {"ranks": self.world_size, "finished": None, "resumed": []}
         self.path = path = resumed.path if resumed else make_run_dir(self.args)
         self.lock = resumed.lock if resumed else lock_folder(path)
+        self.meta = self.make_meta(resumed)
         if resumed:
-            self.meta = self.resumed_meta()
-            self.cut_logs()
             time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
         else:
             shutil.copy(ROOT / self.script, path)
+        settings = dataclasses.asdict(self.args)
         write_json(path / "meta.json", self.meta)
         write_json(path / "args.json", settings)  # what makes the folder one to resume
-        if self.args.track:
-            self.track(settings, new=resumed is None)
-        self.files = {name: (path / name).open("a", newline="", buffering=1) for name in CSV_COLUMNS}
-        self.csv = {name: csv.writer(file, lineterminator="\n") for name, file in self.files.items()}
+        self.wandb_run = self.track(settings) if self.args.track else None
+        self.files = {}
         for name, columns in CSV_COLUMNS.items():
-            if not (path / name).stat().st_size:
-                self.csv[name].writerow(["step", "seconds", *columns.split()])
+            if resumed:
+                self.cut_log(path / name)
+            self.files[name] = (path / name).open("a", newline="", buffering=1)
+            if self.files[name].tell() == 0:
+                self.files[name].write(f"step,seconds,{columns.replace(' ', ',')}\n")
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
-        self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
-        if resumed is None:
+        self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
+        if not resumed:
             table = "\n".join(f"|{key}|{value}|" for key, value in settings.items())
             self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
         return path
 
-    def track(self, settings: dict[str, Any], new: bool) -> None:
+    def make_meta(self, resumed: Any) -> dict[str, Any]:
+        """What `meta.json` says of the run's start, and of each process that has resumed it."""
+        here = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
+        meta = here | {"ranks": self.world_size, "resumed": []} | read_json(self.path / "meta.json")
+        if meta["script_sha256"] != here["script_sha256"]:
+            print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
+        if resumed:
+            process = {name: value for name, value in here.items() if name not in ("command", "script")}
+            meta["resumed"].append(process | {"step": self.step})
+        return meta | {"command": here["command"], "finished": None}
+
+    def track(self, settings: dict[str, Any]) -> Any:
+        """Begin or go on with a run of Weights & Biases. Its files lie outside of the folder, which it copies."""
         import wandb
 
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.path.name}
-        names |= {"id": re.sub(r"\W", "-", self.path.name), "dir": self.path.parent}  # outside the folder it copies
+        names |= {"id": re.sub(r"\W", "-", self.path.name), "dir": self.path.parent}
         try:
-            self.wandb_run = wandb.init(**names, resume="allow", sync_tensorboard=True, save_code=True, config=settings)
+            return wandb.init(**names, resume="allow", sync_tensorboard=True, save_code=True, config=settings)
         except wandb.errors.UsageError as error:  # no login, say
-            if new:
+            if self.step == 0:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
 
-    def resumed_meta(self) -> dict[str, Any]:
-        """The run's first `meta.json`, with this process added to the list of those that resumed it."""
-        first, here = read_json(self.path / "meta.json"), self.meta
-        if not isinstance(first.get("resumed"), list):
-            print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
-            first = here
-        if first.get("script_sha256") != here["script_sha256"]:
-            print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
-        process = {name: here[name] for name in ("script_sha256", "commit", "dirty", "versions", "machine", "started")}
-        resumed = [*first["resumed"], process | {"step": self.step}]
-        return first | {"command": here["command"], "finished": None, "resumed": resumed}
-
-    def cut_logs(self) -> None:
+    def cut_log(self, file: Path) -> None:
         """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short."""
-        for file in (self.path / name for name in CSV_COLUMNS):
-            if not file.exists():
-                print(f"warning: {file} is gone and starts anew", file=sys.stderr)
-                continue
-            header, *rows = file.read_text().splitlines(keepends=True) or [""]
-            kept = [row for row in rows if row[-1] == "\n" and int(row.partition(",")[0]) <= self.step]
-            write_atomically(file, "".join([header, *kept]).encode())
+        if not file.exists():
+            print(f"warning: {file} is gone and starts anew", file=sys.stderr)
+            return
+        header, *rows = file.read_text().splitlines(keepends=True) or [""]
+        kept = [row for row in rows if row[-1] == "\n" and int(row.partition(",")[0]) <= self.step]
+        write_atomically(file, "".join([header, *kept]).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics of the episodes. Every rank calls it."""
@@ -135,15 +131,18 @@ class Run:
 
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
         """Write finite scalars to TensorBoard, and rows to CSVs by name, which get the seconds since the start."""
+        if self.world.rank > 0:
+            return
         seconds = f"{time.monotonic() - self.start:.1f}"
         try:
             for tag, value in scalars.items():
                 if np.isfinite(value):
                     self.writer.add_scalar(tag, value, step)
             for name, new_rows in rows.items():
+                writer = csv.writer(self.files[name], lineterminator="\n")
                 for row in new_rows:
                     cells = [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
-                    self.csv[name].writerow([step, seconds, *cells])
+                    writer.writerow([step, seconds, *cells])
         except OSError as error:  # a log with a gap would not be the run's log
             raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 
@@ -160,8 +159,6 @@ class Run:
     def flush(self) -> None:
         """Write the episodes that wait on all ranks, in order of time. Every rank calls it."""
         waiting, self.waiting = self.world.all_gather(self.waiting), []
-        if self.world.rank > 0:
-            return
         for step, env, episodic_return, length in sorted(itertools.chain(*waiting)):
             scalars = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
             if len(self.games) > 1:
@@ -172,19 +169,18 @@ class Run:
             self.num_episodes += 1
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of an iteration that ended at `step`, means over the ranks that all call this, and show the
-        progress. Raises TrainingError if a metric is NaN or infinite, or nothing can be written."""
+        """Write the means over the ranks, which all call this, of an iteration's metrics, and show the progress.
+        Raises TrainingError if a metric is NaN or infinite, or nothing can be written."""
         self.flush()
         values = require_finite(step, self.world.all_reduce_mean(metrics))
-        if self.world.rank == 0:
-            returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-            sps = {"charts/SPS": step / (time.monotonic() - self.start)}
-            self.write(step, values | sps, {"progress.csv": [returns]})
+        values["charts/SPS"] = step / (time.monotonic() - self.start)
+        returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
+        self.write(step, values, {"progress.csv": [returns]})
         self.new_returns.clear()
         self.show(step, last=step >= self.total_steps)
 
     def show_header(self, num_parameters: int) -> None:
-        """Show what begins or goes on here: one line."""
+        """Show in one line what begins or goes on here."""
         if self.world.rank > 0:
             return
         args, mode = self.args, f" ({self.args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else ""
@@ -201,40 +197,35 @@ class Run:
             return
         self.last_shown, sps = now, step / (now - self.start)
         hours, minutes = divmod(round(max(0, self.total_steps - step) / sps / 60), 60)
-        line = (
-            f"{step:,}/{self.total_steps:,}  {sps:.0f} steps/s  {self.summary()}  ETA {hours}:{minutes:02} h  {phase}"
-        )
+        line = f"{step:,}/{self.total_steps:,}  {sps:.0f} steps/s  {self.summary()}  ETA {hours}:{minutes:02} h  "
+        line = (line + phase).rstrip()
         if terminal:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        print(line.rstrip(), end="" if terminal else "\n", flush=True)
+        print(line, end="" if terminal else "\n", flush=True)
 
     def summary(self) -> str:
         return f"return {mean(self.recent):.2f}" if self.recent else "no episode yet"
 
-    def finish(self, end: str) -> None:
-        """Close all files and print the summary of a run that is "done" or was "stopped"."""
+    def close(self, error: BaseException | None) -> None:
+        """Close all files and unlock the folder. Print a summary, unless an error ended the run. Raises OSError if the
+        end of a complete run cannot be noted. All is still open then."""
         if self.world.rank > 0:
             return
-        if end == "done":
+        if error is None:
             write_json(self.path / "meta.json", self.meta | {"finished": time.strftime(UTC, time.gmtime())})
-        self.close()
-        seconds = time.monotonic() - self.start
-        text = f"{self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} steps/s), "
-        text += f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
-        print(f"{end}: {text} | model: {self.path / 'model.pt'}")
-
-    def close(self) -> None:
-        """Close all files and unlock the folder. A failed write is reported elsewhere."""
-        if self.world.rank > 0:
-            return
         if sys.stdout.isatty():
             print()  # below the line of progress
         for each in (self.writer, *self.files.values()):
-            with suppress(OSError):
+            with suppress(OSError):  # which an earlier write has raised, too
                 each.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
         self.lock.close()
+        if error is None or isinstance(error, KeyboardInterrupt):
+            seconds = time.monotonic() - self.start
+            text = f"{self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} steps/s), "
+            text += f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
+            print(f"{'stopped' if error else 'done'}: {text} | model: {self.path / 'model.pt'}")
 
 
 def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
@@ -251,9 +242,6 @@ def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> di
 def mean(values: Collection[float]) -> float:
     """The mean, or NaN where no episode has finished yet."""
     return sum(values) / len(values) if values else float("nan")
-
-
-# ------------------------------------------------------------------------------------------------------- provenance
 
 
 def command(args: Any, script: str, launcher: str = "python") -> str:
@@ -297,9 +285,6 @@ def git(*words: str) -> str | None:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-# ------------------------------------------------------------------------------------------------------------ files
 
 
 def make_run_dir(args: Any) -> Path:

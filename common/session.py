@@ -28,7 +28,6 @@ from common.settings import HOST_MEMORY, differs_from_preset, parse
 from common.world import World
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
-LEVELS = "distribution_mode", "num_levels", "start_level"  # settings of Procgen's levels
 OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
 
 
@@ -49,7 +48,7 @@ class Session:
         self.world = world = World(self.device)
         self.args = args = world.share_settings(args)
         self.script = os.path.relpath(script, ROOT)
-        self.resumed = find_run(args, self.script, world)
+        self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         setup_device(self.device, self.seed, args.torch_deterministic)
         if world.rank == 0 and (others := differs_from_preset(args)):
@@ -58,16 +57,17 @@ class Session:
         self.num_iterations = math.ceil(args.total_timesteps / self.iteration_steps)
         self.total_steps = self.num_iterations * self.iteration_steps
         self.exits = ExitStack()
-        self.envs, self.stop_actors = [], lambda: False
-        self.checkpoints = self.evaluator = None
+        self.envs, self.stop_actors, self.checkpoints = [], lambda: False, None
 
     def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs:
         """Make and reset `num_envs` environments (None: all) of actor `number`."""
         args, num_envs = self.args, num_envs or self.args.num_envs
-        settings = {name: getattr(args, name) for name in (*LEVELS, "num_threads")}
-        settings |= {"capture_video": args.capture_video and number == 0, "pinned": self.device.type == "cuda"}
-        envs = make_envs(args.env_id, num_envs, seed=spread_seed(self.seed, number), **settings)
+        settings = {name: getattr(args, name) for name in ("distribution_mode", "num_levels", "start_level")}
+        settings |= {"num_threads": args.num_threads, "capture_video": args.capture_video and number == 0}
+        seed, pinned = spread_seed(self.seed, number), self.device.type == "cuda"
+        envs = make_envs(args.env_id, num_envs, seed=seed, pinned=pinned, **settings)
         self.envs.append(envs)
+        self.exits.callback(envs.close)
         envs.reset(seed=self.seed + number * num_envs)
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
         if batch > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
@@ -83,12 +83,10 @@ class Session:
         return Intrinsic(self.args, envs, epochs, self.device)
 
     def open_run(self, agent: nn.Module, **parts: Any) -> Run:
-        """Make the run's folder, or put `agent` and all `parts` back where a resumed run's checkpoint left them.
-
-        `parts` are further objects with a `state_dict`. Values of None are ignored."""
+        """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
+        are further objects with a `state_dict`, or None."""
         args, world, resumed = self.args, self.world, self.resumed
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
-        random_states = {"random": RandomStates(self.device)}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device)
             self.exits.callback(self.evaluator.close)
@@ -99,7 +97,7 @@ class Session:
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
             self.run = run = Run(args, self.script, self.device, self.total_steps, world, resumed)
-            self.checkpoints = Checkpoints(run, parts | random_states, resumed)
+            self.checkpoints = Checkpoints(run, parts | {"random": RandomStates()})
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
@@ -107,7 +105,7 @@ class Session:
         if args.capture_video:
             self.envs[0].video.folder = run.path / "videos"
         if resumed:
-            load_parts(random_states, resumed, world.rank)
+            load_parts({"random": RandomStates()}, resumed, world.rank)
         return run
 
     def evaluate(self, step: int) -> None:
@@ -124,17 +122,16 @@ class Session:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         opened = self.checkpoints is not None
-        if opened:
-            INTERRUPT.held = True  # actors end, and the checkpoint is written, in their own time
+        INTERRUPT.held = opened  # actors end, and the checkpoint is written, in their own time
         with self.exits:
-            if not self.stop_actors():
-                for envs in self.envs:
-                    self.exits.callback(envs.close)
-            if isinstance(error, FloatingPointError):
-                error = TrainingError(*error.args)
+            if self.stop_actors():
+                self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
-                raise InputError(f"--env-id {self.args.env_id}: {error}.") from error
-            if out_of_memory(error):
+                error = InputError(f"--env-id {self.args.env_id}: {error}.")
+            elif isinstance(error, FloatingPointError):
+                error = TrainingError(*error.args)
+            said = re.search("allocate memory|size calculation", str(error))  # PyTorch's has no type on a CPU
+            if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:
                 self.checkpoints.close(error)
@@ -142,12 +139,6 @@ class Session:
                 raise error
         if error is None:
             self.world.destroy()
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether this is PyTorch's or Python's error for a lack of memory. A CPU's has no type of its own."""
-    said = isinstance(error, RuntimeError) and re.search("allocate memory|size calculation", str(error))
-    return bool(said) or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 # ------------------------------------------------------------------------------------------------- errors and signals

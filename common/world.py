@@ -4,8 +4,7 @@ Ranks train one agent (data parallelism). NCCL connects GPUs, Gloo all else. Eve
 order. When a rank dies, the others get an error; torchrun stops them and, with `--max-restarts`, starts all again."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from common import InputError, TrainingError
 from common.reward_scale import moments
@@ -37,20 +37,22 @@ class World:
         if not self.several:
             return
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        hosts, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-        self.restarted = restarts != "0"
+        self.restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        hosts = os.environ["GROUP_WORLD_SIZE"]
         self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
         self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with sending():
-            store, *_ = next(dist.rendezvous("env://"))
-            # torchrun keeps its store when it restarts the ranks, and with it the addresses of dead ranks
-            # (https://github.com/pytorch/pytorch/issues/135712): hence other keys after each restart.
-            store = dist.PrefixStore(f"start {restarts}", store)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=self.rank, world_size=self.world_size)
-            self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        connected(self.connect)
+
+    def connect(self) -> None:
+        """Meet the other ranks. torchrun keeps its store when it restarts them, and with it the addresses of dead ranks
+        (https://github.com/pytorch/pytorch/issues/135712). Hence each start has keys of its own."""
+        store, *_ = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=self.rank, world_size=self.world_size)
+        self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def share_settings(self, args: Any) -> Any:
         """Rank zero's settings, except this rank's own PER_HOST. Only rank zero films and tracks."""
@@ -62,12 +64,11 @@ class World:
         """The value of rank zero. The other ranks wait for it, for hours if need be."""
         values = [value]
         if self.several:
-            with sending():
-                dist.broadcast_object_list(values, src=0, group=self.patient)
+            connected(dist.broadcast_object_list, values, src=0, group=self.patient)
         return values[0]
 
-    def on_rank_zero(self, function: Callable[[], Any], send: Callable[[Any], Any] = lambda result: result) -> Any:
-        """Call `function` on rank zero. Return its result there and `send(result)` elsewhere; all raise its errors."""
+    def on_rank_zero(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on rank zero. All ranks get its result, or raise its error."""
         if not self.several:
             return function()
         result = error = None
@@ -76,26 +77,21 @@ class World:
                 result = function()
             except (InputError, TrainingError, OSError) as failure:
                 error = failure
-        message = None
-        if self.rank == 0:
-            message = (None if error else send(result)), error
-        sent, error = self.broadcast(message)
+        sent, error = self.broadcast((result, error))
         if error is not None:
             raise error
-        return result if self.rank == 0 else sent
+        return sent
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
         values = [value] * self.world_size
         if self.several:
-            with sending():
-                dist.all_gather_object(values, value, group=self.patient)
+            connected(dist.all_gather_object, values, value, group=self.patient)
         return values
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place."""
-        with sending():
-            dist.all_reduce(tensor)
+        connected(dist.all_reduce, tensor)
         return tensor
 
     def all_reduce_mean(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -104,13 +100,6 @@ class World:
             return metrics
         values = torch.stack([torch.as_tensor(value, device=self.device).double() for value in metrics.values()])
         return dict(zip(metrics, self.all_reduce(values) / self.world_size, strict=True))
-
-    def joined_moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Size, mean and sum of squared deviations of `x` over all ranks, float64 scalars."""
-        x = x.double()
-        size, total = self.all_reduce(torch.stack([x.new_tensor(x.numel()), x.sum()]))
-        mean = total / size
-        return size, mean, self.all_reduce((x - mean).square().sum())
 
     def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Standard deviation (Bessel's) and mean of `x` [...] over all ranks."""
@@ -126,39 +115,44 @@ class World:
         size, mean, squares = self.joined_moments(torch.as_tensor(x))
         return int(size), float(mean), float(squares / size)
 
+    def joined_moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Size, mean and sum of squared deviations, float64 scalars."""
+        x = x.double()
+        size, total = self.all_reduce(torch.stack([x.new_tensor(x.numel()), x.sum()]))
+        mean = total / size
+        return size, mean, self.all_reduce((x - mean).square().sum())
+
     def broadcast_parameters(self, networks: Iterable[nn.Module]) -> None:
         """Give all ranks the parameters and buffers of rank zero."""
         self.networks = list(networks) if self.several else []
-        for tensor in (tensor for network in self.networks for tensor in network.state_dict().values()):
-            with sending():
-                dist.broadcast(tensor, src=0)
+        for network in self.networks:
+            for tensor in network.state_dict().values():
+                connected(dist.broadcast, tensor, src=0)
 
     def all_reduce_gradients(self) -> None:
         """Average the gradients of all broadcast networks over the ranks."""
         if not self.several:
             return
         gradients = [x.grad for network in self.networks for x in network.parameters() if x.grad is not None]
-        joined = self.all_reduce(torch.cat([gradient.flatten() for gradient in gradients])) / self.world_size
+        joined = self.all_reduce(parameters_to_vector(gradients)) / self.world_size
         means = joined.split([gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
-        for buffer in (x for network in self.networks for x in network.buffers()):
-            with sending():  # statistics of batch normalisation are rank zero's, as in PyTorch's DDP
-                dist.broadcast(buffer, src=0)
+        for network in self.networks:
+            for buffer in network.buffers():  # as in PyTorch's DDP: statistics of batch normalisation are rank zero's
+                connected(dist.broadcast, buffer, src=0)
 
     def destroy(self) -> None:
         """End the connections to the other ranks, once every rank is done."""
         if self.several:
-            with sending():
-                dist.barrier(self.patient)
+            connected(dist.barrier, self.patient)
             dist.destroy_process_group()
 
 
-@contextmanager
-def sending() -> Iterator[None]:
-    """Turn PyTorch's error of a broken connection into one line."""
+def connected(function: Callable, *args: Any, **named: Any) -> None:
+    """Call a function of torch.distributed; turn its error of a broken connection into one line."""
     try:
-        yield
+        function(*args, **named)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise TrainingError(f"the connection to another rank is lost, or none could be made ({reason})") from error

@@ -263,7 +263,7 @@ def test_killed_run_is_the_same_run(script, kills, undisturbed, tmp_path):
 
 @ALL
 def test_a_run_killed_after_its_last_checkpoint_just_ends(script, undisturbed, tmp_path):
-    with stopping(Run, "finish", 1, SystemExit), pytest.raises(SystemExit):
+    with stopping(Run, "close", 1, SystemExit), pytest.raises(SystemExit):
         script.main(game_args(script, tmp_path))
     (path,) = tmp_path.iterdir()
     (path / "model.pt").unlink()

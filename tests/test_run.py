@@ -278,7 +278,7 @@ def run_tracked(folder, words):
     os.environ["WANDB_MODE"] = "offline"
     os.chdir(folder)
     close = run.Run.close
-    run.Run.close = lambda each: SummaryWriter(str(folder / "runs" / "other")).close() or close(each)
+    run.Run.close = lambda *args: SummaryWriter(str(folder / "runs" / "other")).close() or close(*args)
     fast.run_script("ppo", words)
 
 
