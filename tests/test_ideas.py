@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-import gymnasium as gym
 import pytest
 import torch
 
@@ -40,12 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
     pytest.mark.filterwarnings("ignore:.*Overriding environment Catch-v0"),  # by another copy of it
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registry():
-    yield
-    gym.registry.pop("Catch-v0", None)
 
 
 class Copy(NamedTuple):

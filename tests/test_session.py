@@ -1,4 +1,4 @@
-"""What the scripts share around their loops: settings and their command line, the end of a run, its metrics."""
+"""What the scripts share around their loops: settings and their command line, and the end of a run."""
 
 import dataclasses
 import inspect
