@@ -163,7 +163,6 @@ def test_command_line_failed_run(script, env_id, tmp_path):
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert str(run_dir / "model.pt") in line
     assert all(parameter.isfinite().all() for parameter in parameters(run_dir).values())
-    assert "done:" not in process.output
 
 
 def print_much(stream, end):
@@ -175,7 +174,8 @@ def print_much(stream, end):
         sys.stdout = sys.stderr = None
     with one_line_errors():
         for each in (sys.stdout, sys.stderr):
-            print("a" * 10_000, file=each, flush=True)
+            for size in (1, 10_000):  # which fail in the flush, and in the write
+                print("a" * size, file=each, flush=True)
         if end is not None:
             raise end
 

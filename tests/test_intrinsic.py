@@ -62,6 +62,7 @@ def test_running_moments_are_those_of_all_observations():
         moments.update(chunk)
     np.testing.assert_allclose(moments.mean, x.double().mean(0), atol=1e-4)
     np.testing.assert_allclose(moments.var, x.double().var(0, correction=0), atol=1e-4)
+    np.testing.assert_allclose(moments(x)[:, :2].mean(0), 0, atol=1e-4)
     np.testing.assert_allclose(moments(x)[:, :2].std(0, correction=0), 1, atol=1e-3)
     assert moments(torch.tensor([[100.0, -7.0, 2.0]]))[0, 0] == 5  # standard deviations
     assert intrinsic.RunningMoments((84, 80, 4))(torch.zeros(5, 84, 80, 4)).shape == (5, 4, 84, 80)  # channels first

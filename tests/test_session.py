@@ -131,5 +131,3 @@ def test_limits_and_choices_belong_to_the_fields(script):
     for name in (name for name, hint in hints.items() if get_origin(hint) is Literal):
         with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} other is not known: use one of "):
             script.Args(**{name: "other"}).validate()
-    for name in ("max_grad_norm", "micro_batch_size"):
-        settings.check_limits(script.Args(**{name: None}))
