@@ -31,7 +31,7 @@ def test_procgen_is_a_vector_env():
     kept = first.copy()
     envs.action_space.seed(0)
     for _ in range(5):
-        obs, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
+        obs, rewards, terminations, truncations, _ = envs.step(envs.action_space.sample())
         assert obs in envs.observation_space
         assert rewards.shape == terminations.shape == truncations.shape == (3,)
     assert not np.array_equal(obs, kept)
