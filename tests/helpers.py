@@ -16,7 +16,7 @@ import impala
 import ppg
 import ppo
 from common.checkpoint import load_agent
-from common.envs import finished_episodes, make_envs
+from common.envs import make_envs
 from common.evaluation import HeldOut
 from common.run import command
 
@@ -31,18 +31,6 @@ def small_args(script, runs_dir: Path, sizes: dict[str, Any], /, **settings):
     flags = {field.name for field in dataclasses.fields(script.Args)}
     own = {name: value for name, value in (small | sizes).items() if name in flags}
     return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir)} | own | settings)
-
-
-class Silent:
-    """Stands in for common.run.Run where one part of a script is under test; keeps the episodes it is told of."""
-
-    world_size = 1
-
-    def __init__(self):
-        self.finished = []
-
-    def record(self, step, infos):
-        self.finished += [(step, *episode) for episode in finished_episodes(infos)]
 
 
 def with_advantages(rollout, advantages: torch.Tensor):

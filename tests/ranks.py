@@ -150,8 +150,8 @@ def gradients(folder: Path) -> None:
 
 
 def train(folder: Path, settings: dict) -> None:
-    """A run of a script; `kill` = [rank, step] kills that rank, once, before it has a checkpoint of that step, or if
-    there is no such step, after the run. `on_rank_1` has settings for that rank alone."""
+    """A run of a script; `kill` = [rank, step] kills that rank, once, before it has a checkpoint of that step.
+    `on_rank_1` has settings for that rank alone."""
     rank, agents, save = int(os.environ["RANK"]), [], Checkpoints.save
     script, kill, own = NAMED[settings.pop("script")], settings.pop("kill", None), settings.pop("on_rank_1", {})
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -171,8 +171,6 @@ def train(folder: Path, settings: dict) -> None:
     with fast.small_networks(), mock.patch.multiple(script, Agent=Agent), mock.patch.object(Checkpoints, "save", die):
         script.main(script.Args(**settings))
     torch.save(agents[0].state_dict(), folder / f"rank{rank}.pt")
-    if kill == [rank, None] and first:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":  # in a fork of `torchrun`

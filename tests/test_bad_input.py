@@ -3,16 +3,13 @@
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.envs.registration import EnvSpec
 
 import fast
@@ -23,9 +20,8 @@ from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES
 from common.run import ROOT
 from common.session import one_line_errors
-from common.settings import parse
 from conftest import StillEnv
-from helpers import ALL, flags, small_args
+from helpers import ALL, flags, parameters, small_args
 
 ALL_GAMES = ", ".join(PROCGEN_GAMES)
 ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
@@ -53,13 +49,9 @@ def check_rejected(script, tmp_path, settings, *words):
     [
         # the task
         ({"env_id": "starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
-        ({"env_id": "star pilot"}, ["star pilot", "Did you mean starpilot?", ALL_GAMES]),
-        ({"env_id": "nonsense"}, ["nonsense", ALL_GAMES]),
         ({"env_id": "coinrun,starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
         ({"env_id": "CartPole-v7"}, ["CartPole-v7", "Did you mean CartPole-v1?"]),
         ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "no encoder for Discrete(16)"]),
-        pytest.param({"env_id": "ALE/Pong-v5"}, ["ALE/Pong-v5", "ale_py"],
-                     marks=pytest.mark.skipif(bool(find_spec("ale_py")), reason="ale-py is installed")),
         # Procgen's modes and levels
         ({"env_id": "coinrun,bigfish", "distribution_mode": "memory"},
          ["coinrun, bigfish has no memory mode", "--distribution-mode memory works with", "caveflyer"]),
@@ -70,17 +62,14 @@ def check_rejected(script, tmp_path, settings, *words):
         ({"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
         ({"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
         ({"num_levels": 5}, ["--num-levels", "leave them out for CartPole-v1"]),
-        ({"distribution_mode": "hard"}, ["--distribution-mode", "leave them out for CartPole-v1"]),
         # evaluations
         ({"env_id": "maze", "eval_num_levels": 9}, ["--eval-num-levels", "add --eval-interval"]),
         ({"env_id": "maze", "eval_interval": 64, "eval_start_level": 200}, ["--eval-start-level", "--eval-num-levels"]),
-        ({"eval_interval": 64, "eval_num_levels": 3}, ["--eval-num-levels", "CartPole-v1"]),
         # devices, heads, memory (limits of numbers: tests/test_session.py)
         ({"device": "cuda:99"}, ["--device cuda:99", "CUDA GPUs here: use --device auto or another"]),
         ({"device": "tpu"}, ["--device 'tpu'", "auto, cpu, cuda or cuda:N"]),
         ({"init_heads": "reset"}, ["--init-heads is for", "add --init-from"]),
         ({"feature_dim": 10**9, "hidden_dim": 10**4}, [MEMORY]),
-        ({"feature_dim": 10**20}, ["--feature-dim 100000000000000000000 is too large."]),
         ({"env_id": "starpilot", "num_envs": 10**6}, ["--num-envs 1000000 takes 1000 GB: lower it."]),
         ({"num_steps": 10**20}, ["--num-steps 100000000000000000000 is too large."]),
     ],
@@ -96,8 +85,6 @@ def test_rejected(script, settings, words, tmp_path):
         ([ppo, ppg], {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
         ([ppo, ppg], ONE_STEP, ["two steps or more", "--num-minibatches"]),
         ([ppo, ppg], {"pretraining": True}, ["--pretraining is for", "add --intrinsic-reward rnd or icm"]),
-        ([ppo, ppg], {"intrinsic_coef": 5.0}, ["--intrinsic-coef is for", "add --intrinsic-reward rnd or icm"]),
-        ([ppo, ppg], {"intrinsic_gamma": 0.9}, ["--intrinsic-gamma is for", "add --intrinsic-reward rnd or icm"]),
         ([ppo, ppg], {"intrinsic_reward": "rnd", "intrinsic_gamma": 1.0}, ["--intrinsic-gamma 1 cannot work"]),
         ([ppo, ppg], {"intrinsic_reward": "rnd", "pretraining": True, "intrinsic_coef": 0.0},
          ["has nothing to learn from"]),
@@ -106,9 +93,7 @@ def test_rejected(script, settings, words, tmp_path):
         ([impala], {"env_id": "coinrun,maze", "num_actors": 4}, ["--num-actors 4", "every game", "multiple of 8"]),
         ([impala], {"num_minibatches": 49}, ["--num-minibatches 49", "the 48 steps of"]),
         ([impala], {"num_minibatches": 4, "use_lstm": True}, ["--num-minibatches 4", "the 3 unrolls of"]),
-        ([impala], {"batch_size": 1, "num_steps": 1, "num_minibatches": 1}, ["--num-minibatches 1"]),
         ([impala], {"c_bar": 2.0}, ["--c-bar 2.0", "--rho-bar 1.0"]),
-        ([impala], {"pg_rho_bar": 0.0}, ["--pg-rho-bar 0.0"]),
         ([impala], {"rho_bar": math.nan}, ["--rho-bar nan"]),
     ],
 )  # fmt: skip
@@ -118,10 +103,7 @@ def test_rejected_by_some_scripts(scripts, settings, words, tmp_path):
 
 
 @ALL
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("file", "exists"), ("file/runs", "Not a directory"), ("file/a/b", "Not a directory"), ("x" * 300, "too long")],
-)
+@pytest.mark.parametrize(("name", "reason"), [("file", "exists"), ("file/runs", "Not a directory")])
 def test_rejected_runs_dir(script, name, reason, tmp_path):
     # Not a folder without permission: the superuser may write there.
     (tmp_path / "file").write_text("kept")
@@ -134,10 +116,8 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
     ("kind", "space", "words"),
     [
         ("action_space", gym.spaces.MultiDiscrete([2, 3]), ["no distribution for MultiDiscrete"]),
-        ("action_space", gym.spaces.Tuple([gym.spaces.Discrete(2)] * 2), ["no distribution for Tuple"]),
         ("action_space", gym.spaces.Discrete(3, start=-1), ["for Discrete(3, start=-1)", "Discrete from 0"]),
         ("action_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["no distribution for Box", "use", "flat"]),
-        ("observation_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["no encoder for Box", "flat vectors"]),
         ("observation_space", gym.spaces.Box(0, 1, (8, 8, 3), np.float32), ["no encoder for Box", "uint8 frames"]),
         ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["no encoder for Dict"]),
     ],
@@ -147,29 +127,16 @@ def test_rejected_spaces(script, kind, space, words, tmp_path, monkeypatch):
     check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
 
 
-@ALL
 @pytest.mark.parametrize(("flag", "package"), [("track", "wandb"), ("capture_video", "av")])
-def test_rejected_without_a_package(script, flag, package, tmp_path, monkeypatch):
+def test_rejected_without_a_package(flag, package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    check_rejected(script, tmp_path, {flag: True}, f"--{flag.replace('_', '-')}", f"pip install {package}")
+    check_rejected(ppo, tmp_path, {flag: True}, f"--{flag.replace('_', '-')}", f"pip install {package}")
 
 
 def test_rejected_video_of_a_task_that_cannot_draw(tmp_path, monkeypatch):
-    """Or cannot without another package."""
     pytest.importorskip("av")
-    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv))
-    words = "TestStill-v0 cannot be made for a video", "render_mode"
-    check_rejected(ppo, tmp_path, {"env_id": "TestStill-v0", "capture_video": True}, *words)
     monkeypatch.setitem(sys.modules, "pygame", None)
-    check_rejected(ppo, tmp_path, {"capture_video": True}, "pygame")
-
-
-@ALL
-def test_rejected_by_wandb(script, tmp_path, monkeypatch):
-    """Without a login, say."""
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.UsageError("no API key configured")))
-    check_rejected(script, tmp_path, {"track": True}, "--track", "no API key configured")
+    check_rejected(ppo, tmp_path, {"capture_video": True}, "CartPole-v1 cannot be made for a video", "pygame")
 
 
 @ALL
@@ -182,35 +149,23 @@ def test_command_line_bad_input(script, tmp_path):
 
 
 @ALL
-@pytest.mark.parametrize(("flag", "value"), [("--nmu-envs", "4"), ("--precision", "fp16"), ("--num-envs", "many")])
-def test_command_line_bad_flag(script, flag, value, capsys):
-    with pytest.raises(SystemExit) as error:
-        parse(script.Args, [flag, value])
-    assert error.value.code == 2
-    assert (flag if flag == "--nmu-envs" else value) in capsys.readouterr().err
-
-
-@ALL
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_command_line_failed_run(script, env_id, tmp_path):
+    """A run that diverges ends with one line and the last good agent."""
     words = flags(make_args(script, tmp_path, env_id=env_id, learning_rate=1e30, total_timesteps=640))
     with fast.Fork(tmp_path / "printed", fast.run_script, script.__name__, words) as process:
         assert process.wait() == 1
     (line,) = process.errors.splitlines()
-    pattern = r"error: losses/\w+ is (nan|-?inf) at step (64|128): "
-    if script is impala:  # whose batch counts when it has been learnt from, and whose actor may see it first
-        pattern = pattern.replace("64|128", "0|64") + r"|error: an output of the policy after \d updates is NaN or inf"
+    pattern = r"error: losses/\w+ is (nan|-?inf) at step \d+: "
+    if script is impala:  # whose actor may see it first
+        pattern += r"|error: an output of the policy after \d updates is NaN or inf"
     assert re.match(pattern, line)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert str(run_dir / "model.pt") in line
-    model = torch.load(run_dir / "model.pt", weights_only=True)
-    assert model["agent"]
-    assert all(parameter.isfinite().all() for parameter in model["agent"].values())
-    assert not list(run_dir.rglob("*.tmp"))
-    assert "done:" not in process.output
+    assert all(parameter.isfinite().all() for parameter in parameters(run_dir).values())
 
 
-def print_much(stream, end, done):
+def print_much(stream, end):
     reader, pipe = os.pipe()
     os.close(reader)
     for descriptor in (1, 2):
@@ -219,10 +174,8 @@ def print_much(stream, end, done):
         sys.stdout = sys.stderr = None
     with one_line_errors():
         for each in (sys.stdout, sys.stderr):
-            each.isatty()
-            for _ in range(3):
-                print("a" * 10_000, file=each, flush=True)
-        done.touch()
+            for size in (1, 10_000):  # which fail in the flush, and in the write
+                print("a" * size, file=each, flush=True)
         if end is not None:
             raise end
 
@@ -231,39 +184,12 @@ def print_much(stream, end, done):
 @pytest.mark.parametrize(("end", "code"), [(None, 0), (TrainingError(), 1), (KeyboardInterrupt(), 130)], ids=str)
 def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stream, end, code, tmp_path):
     """A reader that has gone (`| head -1`), a full disk, a stream that was closed before (`2>&-`)."""
-    with fast.Fork(tmp_path / "printed", print_much, stream, end, tmp_path / "done") as process:
+    with fast.Fork(tmp_path, print_much, stream, end) as process:
         assert process.wait() == code
-    assert (tmp_path / "done").exists()
 
 
-@ALL
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (MemoryError(), f"^{MEMORY}.*: the run stops; its last good"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), f"^{MEMORY}.*: the run stops; its last good"),
-        (OverflowError("Overflow in a simulator's clock"), "^Overflow in a simulator's clock$"),  # no lack of memory
-    ],
-    ids=["Python", "PyTorch", "another"],
-)
-def test_out_of_memory_in_training(script, error, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "update", mock.Mock(side_effect=error))
-    with pytest.raises((TrainingError, OverflowError), match=words):
-        script.main(make_args(script, tmp_path))
-
-
-def get_two_signals():
-    with one_line_errors():
-        both = signal.SIGINT, signal.SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, both)
-        for number in both:
-            os.kill(os.getpid(), number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
-        print("not stopped")
-
-
-def test_signals_that_arrive_together(tmp_path):
-    """The first to be seen counts, and Python has nothing to say about the other."""
-    with fast.Fork(tmp_path, get_two_signals) as process:
-        assert process.wait() == 130
-    assert (process.output, process.errors) == ("", "stopped by Ctrl-C\n")
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you")])
+def test_out_of_memory_in_training(error, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=error))
+    with pytest.raises(TrainingError, match=f"^{MEMORY}.*: the run stops; its last good"):
+        ppo.main(make_args(ppo, tmp_path))

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-import gymnasium as gym
 import pytest
 import torch
 
@@ -40,12 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
     pytest.mark.filterwarnings("ignore:.*Overriding environment Catch-v0"),  # by another copy of it
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registry():
-    yield
-    gym.registry.pop("Catch-v0", None)
 
 
 class Copy(NamedTuple):
@@ -91,14 +84,6 @@ def run(folder: Path, copy: Copy, words: list[str], status: int = 0, kill_at: in
     return process
 
 
-def killed(tmp_path: Path, copy: Copy) -> Path:
-    """The folder of a run that was killed in its last iteration; PPG's is in mid-phase."""
-    words = copy.words(tmp_path / "runs", checkpoint_interval=0)
-    run(tmp_path, copy, words, status=-signal.SIGKILL, kill_at=copy.settings["total_timesteps"])
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    return run_dir
-
-
 @ALL
 def test_lines_that_an_idea_changes(name):
     script = read(IDEAS[name])
@@ -108,20 +93,32 @@ def test_lines_that_an_idea_changes(name):
 
 
 @ALL
-def test_it_trains(name, trained):
-    copy = trained(name)
+def test_it_trains_and_is_evaluated_and_exported(name, trained, tmp_path):
+    _, settings, run_dir, process = trained(name)
     title = f"{name}-appo" if IDEAS[name] == "impala" else name
-    assert copy.process.output.startswith(f"{title} on {copy.settings['env_id']}")
-    assert f"done: {copy.settings['total_timesteps']} steps" in copy.process.output
-    assert newest_checkpoint(copy.run_dir)["step"] == copy.settings["total_timesteps"]
+    assert process.output.startswith(f"{title} on {settings['env_id']}")
+    assert f"done: {settings['total_timesteps']} steps" in process.output
+    figures = evaluate.main(evaluate.Args(run_dir, episodes=2, num_envs=2, device="cpu"))
+    assert math.isfinite(figures[f"{settings['env_id']} mean"])
+    evaluate.export(run_dir, tmp_path / "policy.pt")
+    agent, _ = load_agent(run_dir)
+    shape = (16, 16, 1) if name == "own_environment" else (64, 64, 3)
+    obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)
+    with torch.no_grad():
+        dist, _ = agent.get_action_dist(obs)
+        found = torch.jit.load(tmp_path / "policy.pt")(obs)
+    torch.testing.assert_close(found.log_softmax(-1), dist.logits, rtol=0, atol=1e-4)
 
 
 @ALL
 def test_a_killed_run_is_the_same_run(name, trained, tmp_path):
+    """Killed in its last iteration, which is PPG's mid-phase."""
     copy = trained(name)
-    run_dir = killed(tmp_path, copy)
-    process = run(tmp_path, copy, ["--resume", str(run_dir)])
     total = copy.settings["total_timesteps"]
+    words = copy.words(tmp_path / "runs", checkpoint_interval=0)
+    run(tmp_path, copy, words, status=-signal.SIGKILL, kill_at=total)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    process = run(tmp_path, copy, ["--resume", str(run_dir)])
     assert f"resumed at step {total - 32}" in process.output
     if copy.settings["env_id"] == "bossfight":
         check_same_run(run_dir, copy.run_dir)
@@ -131,28 +128,6 @@ def test_a_killed_run_is_the_same_run(name, trained, tmp_path):
     else:
         assert "new episodes begin" in process.errors
         assert f"done: {total} steps" in process.output
-
-
-@ALL
-def test_it_is_evaluated(name, trained):
-    _, settings, run_dir, _ = trained(name)
-    model = (run_dir / "model.pt").read_bytes()
-    figures = evaluate.main(evaluate.Args(run_dir, episodes=2, num_envs=2, device="cpu"))
-    assert math.isfinite(figures[f"{settings['env_id']} mean"])
-    assert (run_dir / "model.pt").read_bytes() == model
-
-
-@ALL
-def test_it_is_exported(name, trained, tmp_path):
-    run_dir = trained(name).run_dir
-    evaluate.export(run_dir, tmp_path / "policy.pt")
-    agent, _ = load_agent(run_dir)
-    shape = (16, 16, 1) if name == "own_environment" else (64, 64, 3)
-    obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)
-    with torch.no_grad():
-        dist, _ = agent.get_action_dist(obs)
-        found = torch.jit.load(tmp_path / "policy.pt")(obs)
-    torch.testing.assert_close(found.log_softmax(-1), dist.logits, rtol=0, atol=1e-4)
 
 
 @ALL

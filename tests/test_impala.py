@@ -1,14 +1,10 @@
-"""IMPALA's learner and its step, its actors' threads, and whole runs: what they do, and how they fail."""
+"""IMPALA's learner, its actors' threads, and whole runs: what they do, and how they fail."""
 
 import copy
-import dataclasses
-import gc
-import itertools
-import os
+import math
 import signal
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -22,91 +18,26 @@ from common.networks import action_dist
 from common.reward_scale import RewardNormalizer
 from common.session import Session
 from conftest import CountEnv
-from fast import Fork, run_script, small_networks
-from helpers import evaluate, level_seeds, parameters, read_csv, small_args, wait_until
-from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, make_agent
-from test_run import read_scalars
-
-quick = pytest.mark.quick
-
-
-def agent_and_args(space=ACTION_SPACES["discrete"], **settings):
-    small = {"feature_dim": 8, "hidden_dim": 8, "num_actors": 0, "num_minibatches": 2, "device": "cpu"}
-    args = impala.Args(**small | settings)
-    return make_agent(impala, space, args), args
-
-
-def random_unrolls(agent, space, num_steps=6, batch_size=4):
-    """A batch as of an older policy: random observations, and the agent's own actions with shifted probabilities."""
-    obs = torch.randn(num_steps + 1, batch_size, *VECTOR.shape)
-    state = 0.5 * torch.randn_like(agent.initial_state(batch_size))
-    dones = (torch.rand(num_steps, batch_size) < 0.3).float()
-    with torch.no_grad():
-        dist = action_dist(space, agent.unroll(obs, state, dones)[0][:-1])
-        actions = dist.sample()
-        logprobs = dist.log_prob(actions) + 0.3 * torch.randn(num_steps, batch_size)
-    truncation_values = torch.randn(num_steps, batch_size) * dones * (torch.rand(num_steps, batch_size) < 0.5)
-    rewards = torch.randn(num_steps, batch_size)
-    return impala.Unroll(actions, obs, logprobs, rewards, dones, truncation_values, state)
-
+from fast import Fork, run_script
+from helpers import evaluate, level_seeds, read_csv, read_scalars, small_args, wait_until
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
 
-@quick
-@pytest.mark.parametrize(("micro_batch_size", "num_steps", "expected"), [
-    (10, 5, [2, 2, 2, 1]), (35, 5, [7]), (1, 5, [1] * 7), (None, 128, [4, 3]),  # None: 512 steps
-])  # fmt: skip
-@pytest.mark.parametrize("num_minibatches", [1, 4])
-def test_vtrace_takes_the_batch_in_pieces(micro_batch_size, num_steps, expected, num_minibatches, monkeypatch):
-    """Whole unrolls, as many as --micro-batch-size has room for, however many minibatches the pass then makes."""
-    agent, args = agent_and_args(micro_batch_size=micro_batch_size, num_minibatches=num_minibatches)
-    batch, sizes, unroll = random_unrolls(agent, agent.action_space, num_steps, batch_size=7), [], agent.unroll
-
-    def spy(obs, state, dones):
-        if not torch.is_grad_enabled():
-            sizes.append(obs.shape[:2])
-        return unroll(obs, state, dones)
-
-    monkeypatch.setattr(agent, "unroll", spy)
-    impala.update(agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args, WORLD)
-    assert sizes == [(num_steps + 1, unrolls) for unrolls in expected]
-
-
-@quick
-@SPACES
-@pytest.mark.parametrize("use_lstm", [False, True])
-def test_the_papers_step_is_a_pass_of_one_minibatch(space, use_lstm):
-    """The gradient of the clipped surrogate at a ratio of 1 is that of the policy-gradient loss."""
-    bounds = {"rho_bar": 1.1, "c_bar": 0.9, "pg_rho_bar": 1.2}
-    settings = {"use_lstm": use_lstm, "num_minibatches": 1, "micro_batch_size": 6}
-    agent, args = agent_and_args(space, sample_fraction=1.0, **settings, **bounds)
-    batch, found = random_unrolls(agent, space), []
-    with torch.no_grad():
-        logprobs, entropies, values, targets, _ = impala.learner_outputs(agent, batch, args)
-    ratio = (logprobs - batch.logprobs).exp()
-    almost = dataclasses.replace(args, sample_fraction=1 - 1e-9)  # all steps are drawn, but not in the paper's way
-    for each in (args, almost):
-        learner = copy.deepcopy(agent)
-        metrics = impala.update(learner, torch.optim.SGD(learner.parameters(), lr=0.1), batch, each, WORLD)
-        found.append((metrics, torch.cat([each.flatten() for each in learner.parameters()])))
-    (metrics, ours), (expected, theirs) = found
-    assert "losses/clipfrac" in expected.keys() - metrics.keys()
-    assert not torch.allclose(ours, torch.cat([each.flatten() for each in agent.parameters()]), atol=1e-3)
-    torch.testing.assert_close(ours, theirs)
-    both = metrics.keys() - {"losses/policy_loss", "losses/explained_variance"}
-    assert {"losses/behaviour_kl", "losses/rho", "losses/grad_norm"} < both
-    assert {tag: float(metrics[tag]) for tag in both} == pytest.approx(
-        {tag: float(expected[tag]) for tag in both}, rel=1e-4
+@pytest.mark.quick
+def test_logged_ratios():
+    """Ratios 0.5, 1, 1.1 and 4; values that are off by 1 and -1 from targets with a variance of 4."""
+    ratio = torch.tensor([0.5, 1.0, 1.1, 4.0])
+    targets = torch.tensor([1.0, 1.0, 5.0, 5.0])
+    values = targets + torch.tensor([1.0, -1.0, 1.0, -1.0])
+    metrics = impala.vtrace_metrics(ratio.log(), values, targets, impala.Args(rho_bar=2.0, c_bar=1.05, pg_rho_bar=0.9))
+    expected = {
+        "rho": 6.6 / 4, "behaviour_kl": 6.6 / 4 - 1 - math.log(0.5 * 1.1 * 4) / 4, "explained_variance": 1 - 1 / 4,
+        "rho_clipfrac": 1 / 4, "c_clipfrac": 2 / 4, "pg_rho_clipfrac": 3 / 4,
+    }  # fmt: skip
+    assert {tag: value.item() for tag, value in metrics.items()} == pytest.approx(
+        {f"losses/{name}": value for name, value in expected.items()}
     )
-    logged = {name.replace("_bar", "_clipfrac"): (ratio > bound).float().mean() for name, bound in bounds.items()}
-    assert 0 < logged["rho_clipfrac"] < logged["c_clipfrac"] < 1
-    logged |= {"rho": ratio.mean(), "behaviour_kl": (ratio - 1 - ratio.log()).mean(), "entropy": entropies.mean()}
-    for name, value in logged.items():
-        assert float(metrics[f"losses/{name}"]) == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
-    explained = 1 - (targets - values).var() / targets.var()
-    assert float(expected["losses/explained_variance"]) == pytest.approx(explained.item(), rel=1e-4)
-    assert float(metrics["losses/explained_variance"]) != 0
 
 
 @pytest.mark.parametrize(
@@ -164,7 +95,14 @@ def copies(monkeypatch):
 
 def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkeypatch):
     """Not by half of an update, nor by two policies: its probabilities are those of the version that it names."""
-    seen = []
+    seen, update = [], impala.update
+
+    def slow_update(agent, *rest):
+        bias = agent.policy_head.linear.bias.data
+        bias[0] += 5
+        time.sleep(0.02)
+        bias[0] -= 5
+        return update(agent, *rest)
 
     class Recorded(impala.ActorThreads):
         def take(self, batch_size):
@@ -172,12 +110,11 @@ def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkey
             seen.extend(batch)
             return batch
 
+    monkeypatch.setattr(impala, "update", slow_update)
     monkeypatch.setattr(impala, "ActorThreads", Recorded)
     args = short_args(tmp_path, num_actors=2, learning_rate=0.01, use_lstm=True, total_timesteps=20 * 32)
     impala.main(args)
     assert len(copies) == 21
-    for published, then in copies:  # no training has touched it
-        assert all(map(torch.equal, published.state_dict().values(), then.state_dict().values()))
     assert not torch.equal(copies[0][1].value_head.weight, copies[1][1].value_head.weight)
     assert len({each.version for each in seen}) > 5
     for each in seen:
@@ -188,81 +125,26 @@ def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkey
         torch.testing.assert_close(dist.log_prob(unroll.actions), unroll.logprobs, rtol=1e-4, atol=1e-5)
 
 
-def count_up(stop, name=0, log=None):
-    """An actor that gives (name, 0), (name, 1), ..., and notes each before it does."""
-    for number in itertools.count():
-        if stop.is_set():
-            return
-        if log is not None:
-            log.append(number)
-        yield name, number
+# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
-def start_threads(*actors, queue_size=4, stop):
-    threads = impala.ActorThreads(actors, queue_size, torch.device("cpu"), stop)
+def test_a_slow_learner_fills_the_queue_and_no_more():
+    stop, given = threading.Event(), []
+
+    def actor():
+        while not stop.is_set():
+            given.append(len(given))
+            yield given[-1]
+
+    threads = impala.ActorThreads([actor()], 3, torch.device("cpu"), stop)
     threads.start()
-    return threads
-
-
-@pytest.fixture
-def stop():
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def test_a_slow_learner_fills_the_queue_and_no_more(stop):
-    log = []
-    threads = start_threads(count_up(stop, log=log), queue_size=3, stop=stop)
     for taken in range(1, 6):
-        assert threads.take(1) == [(0, taken - 1)]
-        wait_until(threads.queue.full)
-        wait_until(lambda: len(log) == taken + 4)  # noqa: B023  those taken, 3 in the queue, one in the actor's hands
+        assert threads.take(1) == [taken - 1]
+        wait_until(lambda: len(given) == taken + 4)  # noqa: B023  those taken, 3 in the queue, one in the actor's hands
         time.sleep(0.1)
-        assert (threads.queue.qsize(), len(log)) == (3, taken + 4)
+        assert (threads.queue.qsize(), len(given)) == (3, taken + 4)
     assert threads.close() is False
     assert not any(thread.is_alive() for thread in threads.threads)
-
-
-def test_unrolls_of_several_actors_come_once_and_in_order(stop):
-    threads = start_threads(count_up(stop, "a"), count_up(stop, "b"), stop=stop)
-    received = [each for _ in range(4) for each in threads.take(5)]
-    for name in "ab":
-        numbers = [number for each, number in received if each == name]
-        assert numbers == list(range(len(numbers)))
-    assert threads.close() is False
-
-
-def test_a_dead_actor_stops_the_learner(stop):
-    def actor():
-        yield 0
-        raise failure
-
-    failure = ValueError("the simulator has crashed")
-    threads = start_threads(actor(), count_up(stop), stop=stop)  # the other one keeps the queue full
-    with pytest.raises(ValueError, match="the simulator has crashed") as error:
-        threads.take(1000)
-    assert error.value is failure
-    threads.close()
-
-
-def test_a_hanging_actor_is_left_behind(stop, capsys):
-    def hang():
-        yield 0
-        release.wait()
-
-    release = threading.Event()
-    threads = start_threads(hang(), count_up(stop), stop=stop)
-    threads.take(2)
-    start = time.monotonic()
-    assert threads.close() is True
-    assert 2.9 <= time.monotonic() - start < 5
-    assert capsys.readouterr().err == "note: an actor cannot be stopped and is left behind\n"
-    assert [thread.is_alive() for thread in threads.threads] == [True, False]
-    release.set()
-
-
-# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 def test_lag_counts_updates_between_acting_and_learning(tmp_path):
@@ -273,14 +155,11 @@ def test_lag_counts_updates_between_acting_and_learning(tmp_path):
         assert scalars[tag] == [(32, 0), (64, 1), (96, 0), (128, 1)]
 
 
-def test_an_asynchronous_run(tmp_path):
+def test_an_asynchronous_run_of_two_games(tmp_path):
+    """Three batches of eight frames."""
     settings = {"env_id": "coinrun,maze", "num_actors": 2, "use_lstm": True, "precision": "bf16", "log_interval": 8}
-    settings |= {"num_steps": 2, "total_timesteps": 24, "feature_dim": 16}  # three batches of eight frames
-    run_dir = impala.main(short_args(tmp_path, **settings, num_threads=1))
-    assert all(torch.isfinite(value).all() for value in parameters(run_dir).values())
-    scalars = read_scalars(run_dir)
-    for tag in ("policy_lag", "policy_lag_max", "queue_occupancy"):
-        assert len(scalars[f"charts/{tag}"]) >= 3
+    run_dir = impala.main(short_args(tmp_path, num_steps=2, total_timesteps=24, feature_dim=16, **settings))
+    assert len(read_scalars(run_dir)["charts/queue_occupancy"]) == 3
 
 
 def test_actors_play_different_levels(tmp_path):
@@ -402,24 +281,3 @@ def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
     )  # fmt: skip
     run_dir = impala.main(args)
     assert low <= evaluate(run_dir, episodes=200) <= high
-
-
-def test_memory_stays_flat(tmp_path, monkeypatch):
-    """300 batches, after the last of which there are as many tensors, and as much memory in use, as after the 60th."""
-    calls, tensors, megabytes, update = itertools.count(), [], [], impala.update
-
-    def spy(*arguments):
-        if next(calls) in (60, 299):
-            gc.collect()
-            tensors.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
-            megabytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
-        return update(*arguments)
-
-    monkeypatch.setattr(impala, "update", spy)
-    args = short_args(tmp_path, env_id="starpilot", num_actors=2, num_steps=2, total_timesteps=2400, learning_rate=0.0)
-    with small_networks():
-        impala.main(args)
-    in_flight = 7 * (4 + 4 + 4 + 4)  # tensors of unrolls in the queue, the actors' hands and the batch
-    assert tensors[1] <= tensors[0] + in_flight
-    # The frames of one batch are .15 MB: were they kept, there would be 36 MB more.
-    assert megabytes[1] <= megabytes[0] + 20

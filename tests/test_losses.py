@@ -1,8 +1,6 @@
-"""Each loss against a case worked out by hand, and the step that an update takes against the gradient of the sum."""
+"""Losses and distributions against cases worked out by hand; what an update learns from them: test_restated."""
 
-import copy
 import math
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -23,9 +21,6 @@ ACTION_SPACES = {
     "multibinary": gym.spaces.MultiBinary(3),
 }
 SPACES = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
-# PPG also with separate passes: two for the value, then one for the policy
-CASES = {"ppo": (ppo, {"update_epochs": 1}), "ppg": (ppg, {}), "ppg-separate": (ppg, {"e_value": 2})}
-CASES = pytest.mark.parametrize(("script", "settings"), CASES.values(), ids=CASES)
 CPU = torch.device("cpu")
 WORLD = World(CPU)
 
@@ -86,55 +81,21 @@ def test_distributions_against_closed_forms(space):
     torch.testing.assert_close(dist.log_prob(action), logprob)
 
 
-@pytest.mark.parametrize("gap", [80.0, 104.0, 200.0, 1e4])
-def test_the_kl_of_a_category_that_the_new_policy_all_but_excludes_is_finite(gap):
-    """Where a new probability is 0 in float32, PyTorch's own is infinite."""
+@pytest.mark.parametrize("gap", [80.0, 200.0, 1e4])
+def test_the_kl_of_an_action_that_the_new_policy_all_but_excludes_is_finite(gap):
+    """Where a new probability is 0 (or 1, of a bit) in float32, PyTorch's own is infinite."""
     space = ACTION_SPACES["discrete"]
     old = torch.tensor([[0.5, 0.0, -1.0, 2.0], [gap, 0.0, 0.0, 0.0]])  # the old policy may be as sure of something
     new = torch.tensor([[gap, 0.0, -1.0, 2.0], [0.0, gap, 0.0, 0.0]], requires_grad=True)
     kl = policy_kl(action_dist(space, old), action_dist(space, new))
-    p, q = (x.detach().double() for x in (old, new))
+    p, q = old.double(), new.detach().double()
     expected = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1)
     torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=0)
     kl.sum().backward()
     torch.testing.assert_close(new.grad.double(), q.softmax(-1) - p.softmax(-1), rtol=1e-5, atol=1e-7)
-    assert (new.grad[0].abs() > 0.01).all()
-    if gap > 103.98:  # the smallest number of float32 is exp(-103.97)
-        assert (action_dist(space, new).probs == 0).any()
 
-
-def test_the_kl_of_bits_that_are_almost_certain_is_finite():
-    """Where a probability of 1 - 1e-8 rounds to 1, PyTorch's own is infinite."""
-    space = ACTION_SPACES["multibinary"]
-    old = torch.tensor([[16.0, 12.0, -30.0], [90.0, -90.0, 0.0]])
-    new = torch.tensor([[17.0, 17.5, 25.0], [-90.0, 90.0, 0.0]], requires_grad=True)
-    kl = policy_kl(action_dist(space, old), action_dist(space, new))
-    p, q = old.double(), new.detach().double()
-    expected = p.sigmoid() * (q.neg().exp().log1p() - p.neg().exp().log1p())
-    expected += p.neg().sigmoid() * (q.exp().log1p() - p.exp().log1p())
-    torch.testing.assert_close(kl.double(), expected.sum(-1), rtol=1e-5, atol=1e-9)
-    kl.sum().backward()
-    torch.testing.assert_close(new.grad.double(), q.sigmoid() - p.sigmoid(), rtol=1e-5, atol=1e-7)
-
-
-def random_rollout(script, space: gym.Space, agent, num_steps: int, num_envs: int):
-    """A rollout of random observations and of actions from the agent itself, with rewards and values that differ."""
-    envs = SimpleNamespace(num_envs=num_envs, single_observation_space=VECTOR, single_action_space=space)
-    rollout = script.new_rollout(num_steps, envs, CPU)
-    rollout.obs.normal_()
-    rollout.rewards.normal_()
-    with torch.no_grad():
-        action, logprobs, _, values = agent.get_action_and_value(rollout.obs.flatten(0, 1))
-    return rollout._replace(
-        actions=action.view_as(rollout.actions),
-        # as of an older agent: some ratios and values lie outside the clipping range
-        logprobs=logprobs.view_as(rollout.logprobs) + 0.3 * torch.randn(num_steps, num_envs),
-        values=values.view_as(rollout.values) + 0.5 * torch.randn(num_steps, num_envs),
-    )
-
-
-def make_args(script, **settings):
-    return script.Args(**{"num_envs": 4, "num_steps": 8, "num_minibatches": 1, "max_grad_norm": None} | settings)
+    bits = [action_dist(ACTION_SPACES["multibinary"], torch.tensor([[logit] * 3])) for logit in (0.0, gap)]
+    torch.testing.assert_close(policy_kl(*bits), torch.tensor([3 * (gap / 2 - math.log(2))]))
 
 
 def make_agent(script, space, args):
@@ -152,60 +113,19 @@ def run_update(script, agent, rollout, advantages, args, optimizer):
     return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, WORLD)
 
 
-@SPACES
-@CASES
-def test_update_follows_the_gradient_of_the_weighted_sum(script, settings, space):
-    """Plain gradient descent on the whole batch: the parameters move by minus the gradient of the sum."""
-    args = make_args(script, norm_adv="batch", ent_coef=0.03, vf_coef=0.7, clip_coef_vf=0.2, **settings)
-    agent = make_agent(script, space, args)
-    rollout = random_rollout(script, space, agent, 8, 4)
-    advantages = torch.randn(8, 4)
-    twin = copy.deepcopy(agent)
-
-    obs, actions, old_logprobs, old_values = (x.flatten(0, 1) for x in rollout[:4])
-    returns = (advantages + rollout.values).flatten()
-    normalized = ((advantages - advantages.mean()) / (advantages.std() + 1e-8)).flatten()
-    seen = {"policy": [], "value": [], "entropy": []}
-    for what in ["value", "value", "policy"] if "e_value" in settings else ["both"]:
-        _, logprobs, entropy, values = twin.get_action_and_value(obs, actions)
-        ratio = (logprobs - old_logprobs).exp()
-        surrogate = torch.minimum(ratio * normalized, ratio.clip(0.8, 1.2) * normalized).mean()
-        clipped_values = old_values + (values - old_values).clip(-0.2, 0.2)
-        value_error = torch.maximum((values - returns) ** 2, (clipped_values - returns) ** 2).mean() / 2
-        loss = 0
-        if what != "value":
-            loss = loss - surrogate - 0.03 * entropy.mean()
-            seen["policy"].append(-surrogate.item()), seen["entropy"].append(entropy.mean().item())
-        if what != "policy":
-            loss = loss + 0.7 * value_error
-            seen["value"].append(value_error.item())
-        twin.zero_grad()
-        loss.backward()
-        for parameter in twin.parameters():
-            parameter.data -= 0.1 * parameter.grad if parameter.grad is not None else 0
-
-    optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
-    metrics = run_update(script, agent, rollout, advantages, args, optimizer)
-    expected = dict(twin.named_parameters())
-    for name, parameter in agent.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], msg=name)
-    for tag, name in (("policy_loss", "policy"), ("value_loss", "value"), ("entropy", "entropy")):
-        assert metrics[f"losses/{tag}"].item() == pytest.approx(np.mean(seen[name]), rel=1e-4, abs=1e-5)
-
-
 @pytest.mark.parametrize(("script", "passes", "steps"), [
     (ppo, {"update_epochs": 5}, [10, 2]), (ppg, {"e_policy": 5, "e_value": 5}, [10, 2]),
     (ppg, {"e_policy": 5, "e_value": 3}, [16, 8]),  # the passes for the value come first, and are all made
 ], ids=["ppo", "ppg", "ppg-separate"])  # fmt: skip
 def test_target_kl_stops_the_epochs(script, passes, steps):
-    made = []
-    for target_kl in (None, 1e-9):
-        args = make_args(script, num_minibatches=2, target_kl=target_kl, **passes)
+    """Of a rollout whose actions have had other probabilities."""
+    obs, actions = torch.randn(8, 4, 3), torch.randint(0, 4, (8, 4))
+    logprobs, values, advantages = -torch.rand(3, 8, 4)
+    rollout = script.Rollout(obs, actions, logprobs, values, *[torch.zeros(8, 4)] * 3)
+    for target_kl, expected in zip((None, 1e-9), steps, strict=True):
+        args = script.Args(num_envs=4, num_steps=8, num_minibatches=2, target_kl=target_kl, **passes)
         agent = make_agent(script, ACTION_SPACES["discrete"], args)
-        optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
-        rollout = random_rollout(script, ACTION_SPACES["discrete"], agent, 8, 4)
-        count = []
-        optimizer.register_step_post_hook(lambda *_, count=count: count.append(1))
-        run_update(script, agent, rollout, torch.randn(8, 4), args, optimizer)
-        made.append(len(count))
-    assert made == steps
+        optimizer, made = torch.optim.Adam(agent.parameters(), lr=0.01), []
+        optimizer.register_step_post_hook(lambda *_, made=made: made.append(1))
+        run_update(script, agent, rollout, advantages, args, optimizer)
+        assert len(made) == expected

@@ -1,4 +1,4 @@
-"""Encoders, initial weights and agents; the blocks that the scripts must hold byte for byte; and what a script is."""
+"""Encoders and initial weights; the blocks that the scripts must hold byte for byte; and how long a script is."""
 
 import inspect
 import math
@@ -14,8 +14,7 @@ import common
 import impala
 import ppg
 import ppo
-from common.networks import PolicyHead
-from helpers import ALL, PPO_AND_PPG
+from helpers import ALL
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 COMMON = Path(__file__).parent.parent / "common"
@@ -30,37 +29,14 @@ DIFFERENT = {
 }
 
 
-def shared_blocks(script):
-    defined = {
-        name
-        for name, value in vars(ppo).items()
-        if (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ == "ppo"
-    }
-    return sorted(name for name in defined - DIFFERENT[script] if hasattr(script, name))
-
-
-def test_the_blocks_to_compare_are_found():
-    networks = {"ResidualBlock", "ImpalaCNN", "make_encoder"}
-    assert networks | {"explained_variance"} <= set(shared_blocks(ppg)) & set(shared_blocks(impala))
-    gae = {"Rollout", "new_rollout", "select_steps", "collect", "compute_gae", "normalize_advantages", "value_loss"}
-    assert gae <= set(shared_blocks(ppg))
-    assert "policy_loss" in shared_blocks(impala)
-
-
-@pytest.mark.parametrize(
-    ("script", "block"),
-    [(script, block) for script in DIFFERENT for block in shared_blocks(script)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_copies_are_equal(script, block):
-    assert inspect.getsource(getattr(ppo, block)) == inspect.getsource(getattr(script, block))
-
-
-def imports_from_common(source: str) -> list[tuple[str, str]]:
-    """The files of common/ and the names that a file imports from them, also inside functions."""
-    assert not re.search(r"^\s*(import common|from common import \*|from \.)", source, re.M)
-    lines = re.findall(r"^ *from common(?:\.(\w+))?(?:\.\w+)? import (.+)$", source, re.M)
-    return [(module, name) for module, names in lines for name in names.split(", ")]
+@pytest.mark.parametrize("script", DIFFERENT, ids=lambda script: script.__name__)
+def test_what_scripts_share_is_the_same(script):
+    shared = []
+    for name, value in vars(ppo).items():
+        if getattr(value, "__module__", None) == "ppo" and hasattr(script, name) and name not in DIFFERENT[script]:
+            assert inspect.getsource(value) == inspect.getsource(getattr(script, name)), name
+            shared.append(name)
+    assert {"ResidualBlock", "ImpalaCNN", "make_encoder", "explained_variance"} < {*shared}
 
 
 def test_the_files_of_common_lie_in_layers():
@@ -72,34 +48,20 @@ def test_the_files_of_common_lie_in_layers():
     assert sorted(order) == sorted(path.stem for path in COMMON.glob("*.py") if path.stem != "__init__")
     for number, name in enumerate(order):
         source = (COMMON / f"{name}.py").read_text()
-        found = {module for module, _ in imports_from_common(source)} - {""}
+        found = set(re.findall(r"^ *from common\.(\w+)", source, re.M))
         assert found <= {*order[:number]} | ({"fast"} if name == "checkpoint" else set()), name
         assert not re.search(r"^\s*(from|import) (ppo|ppg|impala)\b", source, re.M), name
 
 
-@ALL
-def test_a_script_holds_its_network(script):
-    """Encoder, agent, losses and the update are the script's own; layers are PyTorch's, but for the policy's head."""
-    for space in (FRAMES, gym.spaces.Box(-1, 1, (3,), np.float32)):
-        agent = script.Agent(space, gym.spaces.Discrete(3), script.Args())
-        modules = {type(module) for module in agent.modules()} - {PolicyHead}
-        assert {module.__module__.partition(".")[0] for module in modules} == {"torch", script.__name__}
-    own = "make_encoder", "policy_loss", "value_loss", "update"
-    assert {vars(script)[name].__module__ for name in own} == {script.__name__}
+def test_sizes():
+    def length(*paths):
+        return sum(len(path.read_text().splitlines()) for path in paths)
 
-
-LENGTHS = {"ppo": (ppo, 450, 60), "ppg": (ppg, 600, 70), "impala": (impala, 680, 75)}
-
-
-@pytest.mark.parametrize(("script", "lines", "lines_of_main"), LENGTHS.values(), ids=LENGTHS)
-def test_a_script_is_short(script, lines, lines_of_main):
-    assert len(inspect.getsource(script).splitlines()) <= lines
-    assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
-
-
-def test_what_the_scripts_share_does_not_grow():
+    for script, lines, lines_of_main in ((ppo, 450, 60), (ppg, 600, 70), (impala, 680, 75)):
+        assert length(Path(script.__file__)) <= lines
+        assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
     assert len(list(COMMON.glob("*.py"))) <= 14
-    assert sum(len(path.read_text().splitlines()) for path in COMMON.glob("*.py")) <= 2000
+    assert length(*COMMON.glob("*.py")) <= 2000
 
 
 # ------------------------------------------------------------------------------------------------------------ networks
@@ -129,56 +91,37 @@ def test_stacks_of_frames_come_with_their_channels_first_or_last(script, shape, 
     assert torch.equal(seen[0], (frames if first else frames.permute(0, 3, 1, 2)) / 255)
 
 
+def layers_of(init_fn):
+    """Weights by the role of their layer: [outputs, inputs]; every bias is 0."""
+    torch.manual_seed(0)
+    agent = ppo.Agent(FRAMES, gym.spaces.Discrete(15), ppo.Args(init_fn=init_fn))
+    if init_fn != "identity":
+        assert all((p == 0).all() for name, p in agent.named_parameters() if name.endswith("bias"))
+    layers = agent.encoder.layers
+    roles = {"conv": layers[0], "residual": layers[2].conv1, "dense": layers[14]}
+    roles |= {"policy": agent.policy_head.linear, "value": agent.value_head}
+    return {role: layer.weight.detach().flatten(1) for role, layer in roles.items()}
+
+
 def test_normed_init_gives_rows_of_fixed_norm():
-    torch.manual_seed(0)
-    agent = ppg.Agent(FRAMES, gym.spaces.Discrete(15), ppg.Args())
-    norms = {name: w.flatten(1).norm(dim=1) for name, w in agent.named_parameters() if name.endswith("weight")}
-    for name, rows in norms.items():
-        if "head" in name:
-            scale = 0.1
-        elif "conv" in name:
-            scale = math.sqrt(1 / math.sqrt(3) / math.sqrt(2))
-        else:
-            scale = 1.4 if rows.numel() == 256 else 1.0
-        torch.testing.assert_close(rows, torch.full_like(rows, scale), msg=name)
-    assert all((p == 0).all() for name, p in agent.named_parameters() if name.endswith("bias"))
+    norms = {"conv": 1, "residual": 6**-0.25, "dense": 1.4, "policy": 0.1, "value": 0.1}
+    for role, weight in layers_of("normed").items():
+        rows = weight.norm(dim=1)
+        torch.testing.assert_close(rows, torch.full_like(rows, norms[role]), msg=role)
 
 
-def test_orthogonal_and_xavier_init():
-    torch.manual_seed(0)
-    agent = ppo.Agent(FRAMES, gym.spaces.Discrete(15), ppo.Args(init_fn="orthogonal"))
-    weight = agent.policy_head.linear.weight
+def test_orthogonal_init():
+    weight = layers_of("orthogonal")["policy"]
     torch.testing.assert_close(weight @ weight.T, 1e-4 * torch.eye(15), atol=1e-8, rtol=0)
-    agent = ppo.Agent(FRAMES, gym.spaces.Discrete(15), ppo.Args(init_fn="xavier_uniform"))
-    weight = agent.encoder.layers[0].weight
+
+
+def test_xavier_and_identity_init():
+    """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs)."""
+    uniform, normal, identity = (layers_of(name) for name in ("xavier_uniform", "xavier_normal", "identity"))
     bound = math.sqrt(6 / (9 * 3 + 9 * 16))
-    assert 0.9 * bound < weight.abs().max() <= bound
-
-
-@ALL
-def test_identity_and_xavier_normal_init(script):
-    """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs), biases too."""
-    torch.manual_seed(0)
-    agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="identity"))
-    for layer, inputs in ((agent.encoder.layers[0], 27), (agent.encoder.layers[14], 2048), (agent.value_head, 256)):
-        bound = inputs**-0.5
-        for values in (layer.weight, layer.bias):
-            assert 0 < values.abs().max() <= bound
-        assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
-    agent = script.Agent(FRAMES, gym.spaces.Discrete(15), script.Args(init_fn="xavier_normal"))
-    weight, bias = agent.encoder.layers[14].weight, agent.encoder.layers[14].bias
-    assert weight.std().item() == pytest.approx(math.sqrt(2 / (2048 + 256)), rel=0.01)
-    assert weight.abs().max() > 4 * weight.std()  # a normal distribution has tails
-    assert not bias.any()
-    assert agent.policy_head.linear.weight.std().item() == pytest.approx(0.01 * math.sqrt(2 / (256 + 15)), rel=0.1)
-
-
-@PPO_AND_PPG
-def test_box_actions_are_not_clipped_by_the_agent(script):
-    space = gym.spaces.Box(-0.01, 0.01, (2,), np.float32)
-    agent = script.Agent(gym.spaces.Box(-1, 1, (3,), np.float32), space, script.Args())
-    torch.manual_seed(0)
-    action, logprob, *_ = agent.get_action_and_value(torch.zeros(100, 3))
-    assert action.abs().max() > 1
-    expected = torch.distributions.Normal(0, 1).log_prob(action).sum(-1)  # zero mean (bias 0), log std 0
-    torch.testing.assert_close(logprob, expected, rtol=1e-4, atol=1e-4)
+    assert 0.9 * bound < uniform["conv"].abs().max() <= bound
+    assert normal["dense"].std().item() == pytest.approx(math.sqrt(2 / (2048 + 256)), rel=0.01)
+    assert normal["dense"].abs().max() > 4 * normal["dense"].std()  # a normal distribution has tails
+    assert normal["policy"].std().item() == pytest.approx(0.01 * math.sqrt(2 / (256 + 15)), rel=0.1)
+    for role, inputs in (("conv", 27), ("dense", 2048), ("value", 256)):
+        assert 0.9 * inputs**-0.5 < identity[role].abs().max() <= inputs**-0.5

@@ -27,7 +27,7 @@ from common import InputError, run
 from common.checkpoint import load_agent
 from common.device import resolve_precision
 from common.run import ROOT
-from common.settings import parse, preset_args
+from common.settings import parse
 from helpers import ALL, SCRIPTS, flags, read_csv, read_json, read_scalars, small_args
 
 NUM_ENVS, NUM_STEPS = 4, 64
@@ -46,11 +46,6 @@ def make_args(script, runs_dir, **settings):
     return small_args(script, runs_dir, {"num_steps": NUM_STEPS, "total_timesteps": 1000, "n_pi": 3}, **settings)
 
 
-def parsed(script, words):
-    """The settings that a command line gives."""
-    return parse(script.Args, words)
-
-
 @pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
 def finished(request, tmp_path_factory):
     """One finished run of each script, with what it has printed."""
@@ -66,9 +61,7 @@ def finished(request, tmp_path_factory):
 
 
 def test_folder(finished):
-    match = re.fullmatch(r"CartPole-v1__([\w-]+)__3__(\d+)", finished.path.name)
-    assert match[1] == {"impala": "impala-appo"}.get(finished.script.__name__, finished.script.__name__)
-    assert 0 <= time.time() - int(match[2]) < 3600
+    assert re.fullmatch(rf"CartPole-v1__{finished.args.exp_name}__3__\d+", finished.path.name)
     assert list(finished.path.parent.iterdir()) == [finished.path]
     names = sorted(path.name.partition(".tfevents.")[0] for path in finished.path.iterdir())
     files = "args.json checkpoints episodes.csv eval.csv events.out lock meta.json model.pt progress.csv"
@@ -80,15 +73,11 @@ def test_settings_and_provenance(finished):
     meta = read_json(finished.path / "meta.json")
     git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     assert meta["commit"] == (git.stdout.strip() if git.returncode == 0 else None)
-    assert isinstance(meta["dirty"], bool if meta["commit"] else type(None))
-    versions = meta["versions"]
-    assert (versions["torch"], versions["numpy"]) == (torch.__version__, np.__version__)
-    assert {"python", "gymnasium"} <= versions.keys()
-    assert any(name.startswith("procgen") for name in versions)
+    assert (meta["versions"]["torch"], meta["versions"]["numpy"]) == (torch.__version__, np.__version__)
     assert meta["machine"]
     words = shlex.split(meta["command"])
     assert words[:2] == ["python", f"{finished.script.__name__}.py"]
-    assert parsed(finished.script, words[2:]) == finished.args
+    assert parse(finished.script.Args, words[2:]) == finished.args
 
 
 @ALL
@@ -103,16 +92,12 @@ def test_command_repeats_every_setting(script):
             value = next(option for option in get_args(hint) if option != field.default)
         elif str in (hint, *get_args(hint)):
             value = "auto" if field.name == "resume" else "it's a folder/$HOME/*"
-        elif float in (hint, *get_args(hint)):
-            value = (field.default or 0.5) / 2e7
         else:
-            value = int(field.default or 1) + 1
+            value = 2 * (field.default or 1)
         assert value != field.default
-        args = preset_args(script.Args, value) if field.name == "preset" else script.Args(**{field.name: value})
-        assert len(flags(args)) == (1 if hint is bool else 2)
         values[field.name] = value
     for args in (script.Args(**values), script.Args(max_grad_norm=None, seed=0, capture_video=True)):
-        assert parsed(script, flags(args)) == args
+        assert parse(script.Args, flags(args)) == args
 
 
 def test_tensorboard_has_the_tags_of_cleanrl(finished):
@@ -141,8 +126,6 @@ def test_every_episode_is_in_csv_and_tensorboard(finished):
         assert [int(row["step"]) for row in rows] == list(NUM_ENVS * np.cumsum(lengths))
         assert [float(row["episodic_return"]) for row in rows] == lengths  # CartPole's
         assert sum(lengths) <= 4 * NUM_STEPS
-    seconds = [float(row["seconds"]) for row in episodes]
-    assert seconds == sorted(seconds)
 
 
 def test_progress_csv(finished):
@@ -159,21 +142,6 @@ def test_progress_csv(finished):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def check_same_agent(agent, trained):
-    """They have the same parameters, and make the same of some observations of CartPole."""
-    generator = torch.Generator().manual_seed(9)
-    obs, actions = torch.randn(16, 4, generator=generator), torch.arange(16) % 2
-    found = []
-    for each in (agent, trained):
-        if hasattr(each, "step"):
-            found.append(each.step(obs, each.initial_state(16)))
-        else:
-            found.append((each.get_value(obs), *each.get_action_and_value(obs, actions)))
-    assert not agent.training
-    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in agent.state_dict().items())
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("source", ["folder", "model", "checkpoint"])
 def test_a_file_alone_is_the_agent(source, finished, tmp_path):
     """A model or a checkpoint in an empty folder; or the run folder."""
@@ -181,24 +149,11 @@ def test_a_file_alone_is_the_agent(source, finished, tmp_path):
     place = finished.path if source == "folder" else shutil.copy(files[source], tmp_path / "some.pt")
     agent, args = load_agent(place)
     assert args == finished.args
-    check_same_agent(agent, finished.agent)
-
-
-@pytest.mark.parametrize("name", ["folder/ppo.py", "link.py", "my.idea.py"])
-def test_a_copy_of_a_script_is_found(name, finished, tmp_path, monkeypatch):
-    """In a folder, under a symbolic link, and with a dot in its name."""
-    model, script = torch.load(finished.path / "model.pt", weights_only=True), finished.script
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    (os.symlink if name == "link.py" else shutil.copy)(script.__file__, file)
-    torch.save(model | {"script": os.path.relpath(file, ROOT)}, tmp_path / "some.pt")
-    known = set(sys.modules)
-    agent, args = load_agent(tmp_path / "some.pt")
-    for added in sys.modules.keys() - known:
-        monkeypatch.delitem(sys.modules, added)
-    assert type(agent) is not script.Agent
-    assert dataclasses.asdict(args) == dataclasses.asdict(finished.args)
-    check_same_agent(agent, finished.agent)
+    assert not agent.training
+    trained = finished.agent.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in agent.state_dict().items())
+    obs = torch.randn(16, 4)
+    assert torch.equal(agent.get_action_dist(obs)[0].logits, finished.agent.get_action_dist(obs)[0].logits)
 
 
 def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
@@ -222,40 +177,19 @@ def test_runs_of_the_same_second_get_their_own_folders(tmp_path, monkeypatch):
     assert names == [f"coinrun+ALE-Pong-v5__ppo__1__{10**9 + n}" for n in range(3)]
 
 
-def test_import_does_nothing(tmp_path):
-    code = """
-import random, sys
-import numpy as np
-import torch
-state = lambda: (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed(),
-                 torch.backends.cudnn.deterministic, random.getstate(), str(np.random.get_state()))
-before = state()
-import ppo, ppg, impala
-assert state() == before
-assert not {"procgen", "gym", "gym3", "wandb"} & sys.modules.keys()
-"""
-    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.STDOUT}
-    assert subprocess.check_output([sys.executable, "-c", code], **options) == b""
-    assert not list(tmp_path.iterdir())
-
-
 def test_plain_progress_lines(finished):
-    """During a rollout, too. IMPALA's learner shows each of its updates."""
+    """What is run, how far it is, and where the agent lies."""
     header, *lines, done = finished.output.splitlines()
-    number = sum(value.numel() for value in finished.agent.parameters())
-    title = f"{finished.script.Args().exp_name} on CartPole-v1"
-    for part in (title, "seed 3", "1,024 steps", "cpu", f" {number:,} parameters", f"runs/{finished.path.name}"):
-        assert part in header
+    title = f"{finished.script.Args().exp_name} on CartPole-v1, seed 3, 1,024 steps"
+    assert header.startswith(title)
+    assert header.endswith(str(finished.path))
     pattern = r"([\d,]+)/1,024  \d+ steps/s  (?:return [\d.]+|no episode yet)  ETA 0:\d\d h(  aux\. phase 1/1)?"
     shown = [int(re.fullmatch(pattern, line)[1].replace(",", "")) for line in lines]
     assert shown == sorted(shown)
     assert shown[-1] == 1024
-    assert (len([step for step in shown if step % (NUM_ENVS * NUM_STEPS)]) > 3) == (finished.script is not impala)
-    num_episodes = len(read_csv(finished.path / "episodes.csv"))
     last = float(read_csv(finished.path / "progress.csv")[-1]["last_100_return"])
-    assert re.match(r"done: 1,024 steps in [\d:]+ \(\d+ steps/s\), ", done)
-    assert f"{num_episodes} episodes, last 100: return {last:.2f}" in done
-    assert done.rpartition("model: ")[2] == str(finished.path / "model.pt")
+    assert done.startswith("done: 1,024 steps in ")
+    assert f"last 100: return {last:.2f} | model: {finished.path / 'model.pt'}" in done
 
 
 def test_progress_on_a_terminal(monkeypatch, capsys, tmp_path):
