@@ -252,6 +252,7 @@ LOOK_ALIKES = {  # what to make, and which kernels run it
     "Python's random numbers": (sometimes(random.random), ""),
     "NumPy's random numbers": (sometimes(np.random.rand), ""),
     "in place": (edited(lambda s, x, f, g: x.add_(g(F.relu(f(F.relu(x)))))), ""),
+    "spoils its input": (edited(lambda s, x, f, g: (same(s, x, f, g), x.detach().zero_())[0]), ""),
     "no autocast": (edited(torch.autocast("cpu", enabled=False)(lambda s, x, f, g: same(s, x.float(), f, g))), ""),
     "normalised": (edited(lambda s, x, f, g: s.norm(same(s, x, f, g)), norm=lambda: nn.BatchNorm2d(16)), ""),
     "a parameter": (edited(same, gain=lambda: nn.Parameter(torch.ones(()))), ""),
@@ -278,11 +279,12 @@ HOOKS = {  # each doubles something
 }
 
 
-def hooked(module, register):
-    getattr(module, f"register_{register}")(HOOKS[register])
+def hooked(module, register, hook=None):
+    getattr(module, f"register_{register}")(hook or HOOKS[register])
     return module
 
 
+LOOK_ALIKES["block with a hook that looks on"] = lambda: hooked(ResidualBlock(), "forward_hook", lambda *_: None), ""
 for register in HOOKS:
     LOOK_ALIKES[f"block, {register}"] = lambda register=register: hooked(ResidualBlock(), register), ""
     LOOK_ALIKES[f"pair, {register}"] = row(lambda register=register: hooked(conv(3)(), register), pool()), ""
