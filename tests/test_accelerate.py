@@ -426,6 +426,7 @@ def test_what_keeps_kernels_away(ran):
     assert calls.count(nn.Conv2d) == 3
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours(images()), theirs(images()))
+    check_ran(ran, "")
     theirs, ours = made(Renamed)
     assert ours.width() == 16
     assert torch.equal(ours(frames=images(16)), theirs(images(16)))
