@@ -240,7 +240,7 @@ LOOK_ALIKES = {  # what to make, and which kernels run it
     "in two places": (in_two_places, "block block"),
     "beside a look-alike": (row(ResidualBlock, GELU, Renamed), "block block"),
     "GELU": (GELU, ""),
-    "nearly ReLU": (activated(lambda x: F.leaky_relu(x, 1e-9)), ""),
+    "nearly ReLU": (activated(lambda x: F.relu(x) * (1 + 1e-6)), ""),
     "ReLU with another gradient at 0": (activated(lambda x: torch.where(x < 0, 0, x)), ""),
     "ReLU without NaN": (activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf)), ""),
     "bounded ReLU": (activated(lambda x: torch.where(x > 100, 100, F.relu(x))), ""),
