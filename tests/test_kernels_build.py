@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from common.fast import kernels
 from common.run import ROOT
-from test_kernels import layers, rgb, run
 
 SLOWER = "note: convolution and max-pooling run PyTorch's slower kernels"
 
@@ -53,15 +53,16 @@ def compilations(kept, monkeypatch, capsys):
 def test_a_missing_compiler_is_said_once_and_changes_no_number(compiler, kept, monkeypatch, capsys):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(kernels, "call", None)  # no kernel runs
-    x, (conv, plain) = rgb(2, 8, 8), layers()
-    assert torch.equal(run(x, conv), plain(x))
-    assert torch.equal(run(x, conv), plain(x))
+    conv, x = nn.Conv2d(3, 16, 3, padding=1), torch.rand(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    for _ in range(2):
+        expected = nn.functional.max_pool2d(conv(x), 3, stride=2, padding=1)
+        assert torch.equal(kernels.conv_max_pool(x, conv.weight, conv.bias), expected)
     assert capsys.readouterr().err.count(SLOWER) == 1
 
 
-@pytest.mark.parametrize("output", ["", "echo warning >&2"], ids=["silent", "with output"])
-@pytest.mark.parametrize(("case", "calls"), [("*", 1), ("*-o*", 3)], ids=["at once", "as it compiles"])
+@pytest.mark.parametrize(("output", "case", "calls"), [("", "*", 1), ("echo warning >&2", "*-o*", 3)])
 def test_a_compiler_that_hangs_is_given_up(output, case, calls, kept, tmp_path, monkeypatch, capsys):
+    """At once, or as it compiles."""
     run, waited = subprocess.run, []
     compiler = write_compiler(tmp_path, f'{output}\ncase "$*" in {case}) exec sleep 9;; esac')
     monkeypatch.setenv("CXX", compiler)
@@ -108,45 +109,39 @@ def test_a_kept_library_is_of_one_source_compiler_options_and_processor(kept, tm
     assert len(found) == 8
 
 
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def needs_root(spoil):
+    return pytest.param(spoil, marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away"))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(lambda folder: folder.parent.chmod(0o777), id="in a world-writable one"),
-        pytest.param(lambda folder: folder.parent.chmod(0o1777), id="in one as /tmp"),
-        pytest.param(lambda folder: folder.parent.parent.chmod(0o777), id="below a world-writable one"),
-        pytest.param(lambda folder: folder.chmod(0o702), id="world-writable"),
-        pytest.param(lambda folder: folder.chmod(0o720), id="group-writable"),
-        pytest.param(lambda folder: folder.symlink_to(folder.rename(folder.with_name("elsewhere"))), id="link"),
-        pytest.param(lambda folder: os.chown(folder, 1, -1), id="another user's", marks=needs_root),
-    ],
-)
+@pytest.mark.parametrize("spoil", [
+    lambda folder: folder.parent.chmod(0o1777),  # as /tmp
+    lambda folder: folder.parent.parent.chmod(0o777),
+    lambda folder: folder.chmod(0o702),
+    lambda folder: folder.chmod(0o720),
+    lambda folder: folder.symlink_to(folder.rename(folder.with_name("elsewhere"))),
+    needs_root(lambda folder: os.chown(folder, 1, -1)),
+])  # fmt: skip
 def test_a_folder_that_others_could_write_to_is_not_used(spoil, compilations, kept):
+    """Nothing is read from there, nor written."""
     assert compilations() == 1
     spoil(kept)
     assert compilations() == 1
-    (file,) = kept.iterdir()
-    file.unlink()
+    for file in kept.iterdir():
+        file.unlink()
     assert compilations() == 1
     assert not list(kept.iterdir())
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(lambda file: file.write_bytes(b""), id="empty"),
-        pytest.param(lambda file: file.write_bytes(file.read_bytes()[:9000]), id="a part"),  # loading it would be fatal
-        pytest.param(lambda file: kernels.write_library(file, b"text"), id="no library"),
-        pytest.param(lambda file: file.chmod(0o602), id="world-writable"),
-        pytest.param(lambda file: os.chown(file, 1, -1), id="another user's", marks=needs_root),
-    ],
-)
+@pytest.mark.parametrize("spoil", [
+    lambda file: file.write_bytes(file.read_bytes()[:9000]),  # loading a part would be fatal
+    lambda file: kernels.write_library(file, b"no library"),
+    lambda file: file.chmod(0o602),
+    needs_root(lambda file: os.chown(file, 1, -1)),
+])  # fmt: skip
 def test_a_damaged_or_foreign_library_is_compiled_again(spoil, compilations, kept):
     assert compilations() == 1
-    (file,) = kept.iterdir()
-    spoil(file)
+    for file in kept.iterdir():
+        spoil(file)
     assert [compilations(), compilations()] == [1, 0]
 
 
