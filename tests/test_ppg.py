@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ppg
-from test_losses import SPACES, VECTOR, WORLD, kl_by_definition, make_agent
+from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, kl_by_definition, make_agent
 
 quick = pytest.mark.quick
 T = 8
@@ -54,6 +54,21 @@ def test_auxiliary_phase_follows_the_gradient_of_its_losses(space):
         pytest.approx(means, rel=1e-5)
     )
     assert means[2] > 1e-4  # the policy has moved
+
+
+@quick
+@pytest.mark.parametrize(("num_aux_rollouts", "num_aux_grad_accum", "steps"), [(2, 1, 2), (1, 2, 2), (3, 1, 1)])
+def test_rollouts_in_memory_at_a_time(num_aux_rollouts, num_aux_grad_accum, steps, monkeypatch):
+    """Of 3 rollouts. Those that are left over make a smaller minibatch, and are not dropped."""
+    args = ppg.Args(num_envs=3, num_steps=T, num_aux_rollouts=num_aux_rollouts, num_aux_grad_accum=num_aux_grad_accum)
+    agent = make_agent(ppg, ACTION_SPACES["discrete"], args).double()
+    sizes, made, forward = [], [], agent.get_policy_and_values
+    monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: made.append(None))
+    ppg.auxiliary_phase(agent, optimizer, random_phase(1, 3), args, str, WORLD)
+    assert sizes == {1: [T, T, T], 2: [2 * T, T], 3: [3 * T]}[num_aux_rollouts] * args.e_aux
+    assert len(made) == steps * args.e_aux
 
 
 def test_after_a_run_that_ends_in_mid_phase_the_next_phase_starts_empty(tmp_path, monkeypatch):

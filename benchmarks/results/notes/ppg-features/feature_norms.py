@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
+from common.checkpoint import load_agent
 from common.envs import make_envs
-from common.load import load_agent
 
 
 @torch.no_grad()
