@@ -1,15 +1,13 @@
 """The scripts in benchmarks/: collecting, and measuring speed."""
 
-import csv
 import importlib
 import inspect
 import json
 import os
 import re
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import replace
 from pathlib import Path
-from typing import get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -25,8 +23,8 @@ import readme
 import run as launcher
 import throughput
 from common import InputError, device, session
-from common.run import Run, write_json
-from common.settings import flag, read_json
+from common.run import Run
+from common.settings import read_json
 from fast import small_networks
 from helpers import read_csv, small_args
 
@@ -34,8 +32,9 @@ from helpers import read_csv, small_args
 def test_collect_copies_a_curve_and_its_origin(tmp_path):
     sizes, place = {"num_steps": 2, "total_timesteps": 16}, "easy-200/ppo/maze/seed3.csv"
     with small_networks():
-        run_dir = ppo.main(small_args(ppo, tmp_path / "runs", sizes, env_id="maze", num_levels=200, seed=3))
-    progress, meta = run_dir / "progress.csv", run_dir / "meta.json"
+        args = small_args(ppo, tmp_path / "runs", sizes, env_id="maze", num_levels=200, seed=3)
+        run_dir = ppo.main(replace(args, eval_interval=8, eval_episodes=2))
+    progress, meta, evaluations = (run_dir / name for name in ("progress.csv", "meta.json", "eval.csv"))
     curve, origin = progress.read_text(), meta.read_text()
     part, killed = curve[: curve.index("16,")], json.dumps(json.loads(origin) | {"finished": None})
 
@@ -46,6 +45,7 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
         target = collect.collect(run_dir, tmp_path / name, **settings)
         assert target == tmp_path / name / place
         assert target.read_text() == text
+        assert target.with_suffix(".eval.csv").read_text() == evaluations.read_text()
         return read_json(target.with_suffix(".meta.json"))
 
     found = collected("results")
@@ -60,16 +60,28 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
         (part, origin, "8 of 16 steps: let it end first", {}),
         (curve, killed, "let it end first", {}),  # in its last evaluation
         (part, origin, r"seed3\.csv holds another run", {"unfinished": True}),  # not the shorter for the longer
+        (curve.splitlines()[0], origin, r"progress\.csv has no rows", {}),
     ):
         with pytest.raises(InputError, match=words):
             collected("results", text, its_origin, **settings)
-    for name in ("meta.json", "args.json"):
-        (run_dir / name).unlink()
-        with pytest.raises(InputError, match=f"is no run folder: it has no readable {name}"):
-            collect.collect(run_dir, tmp_path / "results")
+    meta.unlink()
+    with pytest.raises(InputError, match=r"is no run folder: it has no readable meta\.json"):
+        collect.collect(run_dir, tmp_path / "results")
 
 
-@pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("..", "-"), ("", "-"), ("a/b.5", "a-b.5")])
+def test_collect_takes_no_evaluations_of_another_run(tmp_path):
+    args = small_args(ppo, tmp_path / "runs", {"num_steps": 16, "total_timesteps": 64})
+    target = collect.collect(ppo.main(replace(args, eval_interval=64, eval_episodes=4)), tmp_path)
+    target.unlink()  # another run of this seed takes its place
+    plain = ppo.main(args)
+    with pytest.raises(InputError, match=r"seed1\.eval\.csv is of another run"):
+        collect.collect(plain, tmp_path)
+    assert not target.exists()
+    target.with_suffix(".eval.csv").unlink()
+    assert collect.collect(plain, tmp_path) == target
+
+
+@pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("", "-"), ("a/b.5", "a-b.5")])
 def test_collect_stays_among_the_results(exp_name, folder, tmp_path, monkeypatch):
     results = tmp_path / "results"
     args = {"distribution_mode": "easy", "num_levels": 0, "exp_name": exp_name, "env_id": "maze", "seed": 1}
@@ -88,31 +100,20 @@ def test_collect_compares_what_makes_a_run():
         assert collect.same_settings(other) != collect.same_settings(plain)
 
 
-LIMITED = [convert, evaluate, gpu_check, launcher, throughput]
-MAY_BE_0 = {(evaluate, "seed"), (evaluate, "episodes"), (launcher, "slurm_gpus"), (throughput, "repeats")}
-
-
-@pytest.mark.parametrize("module", LIMITED, ids=lambda module: module.__name__)
-def test_numbers_and_choices_have_limits(module):
+@pytest.mark.parametrize(
+    ("module", "settings", "words"),
+    [
+        (convert, {"source": Path(), "target": Path(), "every": 0}, "--every 0"),
+        (evaluate, {"num_envs": 0}, "--num-envs 0"),
+        (gpu_check, {"out": Path(), "device": "cpu", "budget": 0}, "--budget 0"),
+        (launcher, {"seeds": 0}, "--seeds 0"),
+        (throughput, {"num_steps": 0}, "--num-steps 0"),
+    ],
+)
+def test_numbers_have_limits(module, settings, words):
     """Which `main` checks before all else. The limits themselves: tests/test_session.py."""
-    required = [Path() for field in fields(module.Args) if field.default is MISSING]
-    hints = {
-        name: re.search(r"\b(int|float|Literal)\b", str(hint)) for name, hint in get_type_hints(module.Args).items()
-    }
-    assert any(hints.values())
-    for name, kind in hints.items():
-        args, least = module.Args(*required), -1 if (module, name) in MAY_BE_0 else 0
-        given, value = getattr(args, name), "other" if kind and kind[1] == "Literal" else least
-        setattr(args, name, (*given[:-1], value) if isinstance(given, tuple) else value)
-        if kind:
-            with pytest.raises(InputError, match=f"^{flag(name)} {value} (cannot work|is not known)"):
-                module.main(args)
-
-
-def test_every_script_says_an_error_in_one_line():
-    for path in Path(throughput.__file__).parent.glob("*.py"):
-        _, guard, rest = path.read_text().partition('\nif __name__ == "__main__":\n')
-        assert not guard or rest.startswith("    with one_line_errors():\n"), path
+    with pytest.raises(InputError, match=f"^{words} cannot work"):
+        module.main(module.Args(**settings))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
@@ -124,7 +125,6 @@ def test_short_rollouts_keep_the_sizes_of_minibatches(algorithm):
     if algorithm == "impala":
         batches = [args.sample_fraction * args.batch_size * args.num_steps for args in (default, short)]
         assert [batches[0] / default.num_minibatches, batches[1] / short.num_minibatches] == [384, 384]
-        assert short.total_timesteps == 4 * short.batch_size * short.num_steps
     else:
         assert [args.iteration_steps / args.num_minibatches for args in (default, short)] == [2048, 2048]
         assert short.total_timesteps == 4 * short.iteration_steps
@@ -201,87 +201,34 @@ def test_throughput_measures_real_runs(algorithm, put_back, monkeypatch):
     assert busy + row["wait_us"] == pytest.approx(1e6 / row["steps_per_second"])
 
 
-def test_the_memory_of_a_policy_phase_is_that_of_all_its_rollouts(put_back, monkeypatch):
-    script, configure, phases = put_back("ppg"), throughput.configure, []
-    auxiliary_phase = script.auxiliary_phase
-
-    def configure_small(job):
-        script, args, device = configure(job)
-        args.num_envs, args.num_steps, args.num_minibatches, args.n_pi, args.feature_dim = 4, 8, 4, 4, 8
-        return script, args, device
-
-    def watched(agent, optimizer, phase, args, *rest):
-        phases.append((len(phase.obs), args.e_aux))
-        return auxiliary_phase(agent, optimizer, phase, args, *rest)
-
-    script.auxiliary_phase = watched
-    monkeypatch.setattr(throughput, "configure", configure_small)
-    job = JOB | {"algorithm": "ppg", "configuration": "default", "sweep": "memory"}
-    row = throughput.measure_memory(job | {"env_id": "CartPole-v1"})
-    assert phases == [(4, 1)]
-    assert 0.1 < row["peak_gb"] < 4
-
-
 def test_measurements_have_processes_of_their_own():
     assert throughput.alone(eval, "__import__('os').getpid()") != os.getpid()
 
 
 def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
-    """One that fails is passed over."""
+    """Configurations alternate, ratios are those of one round, and a measurement that fails is passed over."""
+    speeds = {"plain": [100, 200, 100], "default": [400, 900, 500, 700]}
+    times = {"act_us": 100, "env_us": 10, "learn_us": 900, "aux_us": 0, "learn_share_of_matmul": 0.5}
+    known = times | {"share_of_matmul": 0.4, "aux_share_of_matmul": "", "peak_gb": 1.5}
 
     def measure(job):
-        if job["configuration"] == "plain":
-            raise RuntimeError("killed")
-        return dict.fromkeys(throughput.COLUMNS, 1.0) | job
+        speed = speeds[job["configuration"]][job["repeat"]]
+        return job | known | {"steps_per_second": speed}
 
     monkeypatch.setattr(throughput, "alone", lambda function, job: function(job))
     monkeypatch.setattr(throughput, "measure", measure)
-    monkeypatch.setattr(throughput, "measure_memory", measure)
-    args = throughput.Args(algorithms=("ppo",), configurations=("plain", "default"), repeats=2, device="cpu")
-    args.out = tmp_path
-    throughput.main(args)
-    rows = read_csv(tmp_path / "cpu.csv")
-    assert [(row["sweep"], row["configuration"]) for row in rows] == [("", "default")] * 2 + [("memory", "default")]
-    output = capsys.readouterr().out
-    assert "[1/5] ppo plain: failed (RuntimeError('killed'))" in output
-    assert "| PPO default | 1 [1, 1] | - | - | 1 | 1 | 1 | 1 | 100%, 100%, 100% | 1.00 |" in output
-    assert "benchmarks/throughput.py" in json.loads((tmp_path / "cpu.meta.json").read_text())["command"]
-
-
-def test_the_throughput_table_from_known_numbers(tmp_path, monkeypatch, capsys):
-    """Ratios are those of one round, and the document's block is replaced, not its neighbours."""
-    same = {"act_us": 100, "env_us": 10, "learn_us": 900, "aux_us": 0, "learn_share_of_matmul": 0.5}
-    same |= {"algorithm": "ppo", "sweep": "", "share_of_matmul": 0.4, "aux_share_of_matmul": "", "peak_gb": 1.5}
-    speeds = {"plain": (100, 200, 100), "default": (400, 900, 500, 700)}
-    rows = [
-        same | {"configuration": configuration, "repeat": repeat, "steps_per_second": speed}
-        for configuration in speeds
-        for repeat, speed in enumerate(speeds[configuration])
-    ]
-    rows.append({"algorithm": "ppo", "configuration": "default", "repeat": 0, "sweep": "memory", "peak_gb": 1.234})
-    args = throughput.Args(from_csv=True, update_readme=True, out=tmp_path, device="cpu")
-    with pytest.raises(InputError, match="leave --from-csv out"):
-        throughput.main(args)
-    with (tmp_path / "cpu.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-    write_json(tmp_path / "cpu.meta.json", {"machine": "2 x Test", "commit": "0123456789abc", "command": "c"})
-    (tmp_path / "README.md").write_text("before\n<!-- throughput cpu -->\nold\n<!-- end of throughput cpu -->\nafter\n")
+    monkeypatch.setattr(throughput, "measure_memory", lambda job: job | {"peak_gb": 1.234})
     monkeypatch.setattr(readme, "DOCUMENTS", (tmp_path / "README.md",))
+    (tmp_path / "README.md").write_text("before\n<!-- throughput cpu -->\nold\n<!-- end of throughput cpu -->\nafter\n")
+    args = throughput.Args(algorithms=("ppo",), configurations=("plain", "default"), repeats=4, device="cpu")
+    args.out, args.update_readme = tmp_path, True
     throughput.main(args)
+    assert "ppo plain: failed (IndexError(" in capsys.readouterr().out
+    made = [row["configuration"] for row in read_csv(tmp_path / "cpu.csv")]
+    assert made == ["plain", "default"] * 3 + ["default"] * 2
     document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
     row = "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | - | 100 | 10 | 900 | 0 | 50%, -, 40% | 1.23 |"
     assert row in document.splitlines()
-    assert "Measured on 2 x Test, commit 0123456789: `c`." in document.splitlines()
+    assert re.search(r"^Measured on .*: `python benchmarks/throughput.py", document, re.MULTILINE)
     assert (tmp_path / "cpu.png").stat().st_size > 5000
-
-
-def test_throughput_configurations_alternate():
-    args = throughput.Args(algorithms=("ppo", "ppg"), configurations=("plain", "default"), repeats=2)
-    jobs = [(job["algorithm"], job["sweep"], job["repeat"], job["configuration"]) for job in throughput.plan(args)]
-    turns = [("", 0, "plain"), ("", 0, "default"), ("", 1, "plain"), ("", 1, "default")]
-    memory = [(algorithm, "memory", 0, "default") for algorithm in ("ppo", "ppg")]
-    assert jobs == [(algorithm, *turn) for algorithm in ("ppo", "ppg") for turn in turns] + memory
-    assert not any(job["sweep"] for job in throughput.plan(throughput.Args(configurations=("plain",))))
