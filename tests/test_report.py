@@ -73,8 +73,6 @@ def test_verdicts():
 def test_published_runs():
     """The marks that the authors' repository was read at; and a point between two blocks."""
     published = curves.read_reference("ppo_easy_all")
-    assert len(published) == 16
-    assert published["starpilot"].returns.shape == (3, 133)
     for name, mode in (("ppo_easy_all", "easy"), ("ppo_hard_all", "hard"), ("ppg_paper_ppg_hard_all", "hard")):
         steps = curves.read_reference(name)["starpilot"].steps
         blocks = report.Protocol(Path(f"{mode}-all"), {}).window
@@ -198,20 +196,19 @@ def test_learning_does_not_hide_the_gap(tmp_path, made, no_pictures):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "texts"),
+    ("name", "words", "text"),
     [
-        ("seed1.csv", "is no CSV of a learning curve", ["", f"{','.join(convert.COLUMNS)}\n", "a,b\n1,2\n"]),
-        ("seed1.eval.csv", "is no CSV of evaluations", ["", "{}\n", "{}\n64,stochastic,?,1\n"]),
-        ("seed1.meta.json", "does not say how its curve was made", ['{"command": "python', '{"command": "python"}']),
+        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
+        ("seed1.eval.csv", "is no CSV of evaluations",
+         "step,policy,episodic_return,standard_error\n64,stochastic,?,1\n"),
+        ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
     ],
-)
-def test_damaged_files_are_named(name, words, texts, tmp_path, made, no_pictures):
+)  # fmt: skip
+def test_damaged_files_are_named(name, words, text, tmp_path, made, no_pictures):
     write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 7.0, evaluation=4.0)
-    for text in texts:
-        path = tmp_path / "easy-200" / "ppo" / "coinrun" / name
-        path.write_text(text.replace("{}", "step,policy,episodic_return,standard_error"))
-        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-            made()
+    (tmp_path / "easy-200" / "ppo" / "coinrun" / name).write_text(text)
+    with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
+        made()
 
 
 def test_a_report_of_nothing_or_to_nowhere_changes_nothing(tmp_path):
@@ -224,24 +221,6 @@ def test_a_report_of_nothing_or_to_nowhere_changes_nothing(tmp_path):
         report.main(report.Args(results=tmp_path, documents=(document, tmp_path / "nowhere.md")))
     assert document.read_text() == "text"
     assert not list(tmp_path.rglob("*.png"))
-
-
-def test_curves_in_figures_go_on_with_the_seeds_that_do(tmp_path, made, monkeypatch, no_pictures):
-    drawn = {}
-
-    def draw(axis, x, runs, label, **style):
-        drawn[label] = x, runs
-        axis.plot([], label=label)
-
-    monkeypatch.setattr(report, "draw", draw)
-    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
-    write_run(tmp_path, "easy-all", "ppo", "starpilot", 2, 9.0, steps=500_000)
-    write_run(tmp_path, "easy-all", "ppo", "bigfish", 1, 8.0, steps=16_384)  # so short that it has no point
-    made()
-    x, runs = drawn["PPO"]
-    assert x[-1] == 31 * 32_768 / 1e6
-    assert runs[0].tolist() == pytest.approx([8.0] * 31)
-    assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
 
 
 def test_the_summary_has_a_row_for_each_game_of_all_scripts(tmp_path):
@@ -310,17 +289,13 @@ def test_curves_and_event_files_become_each_other(tmp_path):
 
 
 def test_what_cannot_be_converted(tmp_path):
-    good = ",".join(convert.COLUMNS) + "\n1,2,3,4,5\n"
-    for name, text in (("some", "a,b\n1,2\n"), ("good", good), ("short", f"{good}2,3\n"), ("binary", "\0\1")):
-        (tmp_path / f"{name}.csv").write_text(text)
+    (tmp_path / "some.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty").mkdir()
     for source, target, words in (
-        *((f"{name}.csv", "events", "no CSV of a learning curve") for name in ("some", "short", "binary")),
+        ("some.csv", "events", "no CSV of a learning curve"),
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
         ("empty", "some.csv", "remove it first"),
-        ("empty", "nowhere/x.csv", "there is no"),
-        ("good.csv", "good-too.csv", "cannot be a CSV, too"),
     ):
         with pytest.raises(InputError, match=words):
             convert.main(convert.Args(tmp_path / source, tmp_path / target))
