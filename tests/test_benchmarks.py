@@ -55,33 +55,9 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
         (part, origin, "8 of 16 steps: let it end first", {}),
         (curve, killed, "let it end first", {}),  # in its last evaluation
         (part, origin, r"seed3\.csv holds another run", {"unfinished": True}),  # not the shorter for the longer
-        (curve.splitlines()[0], origin, r"progress\.csv has no rows", {}),
     ):
         with pytest.raises(InputError, match=words):
             collected("results", text, its_origin, **settings)
-    meta.unlink()
-    with pytest.raises(InputError, match=r"is no run folder: it has no readable meta\.json"):
-        collect.collect(run_dir, tmp_path / "results")
-
-
-def test_collect_takes_no_evaluations_of_another_run(tmp_path):
-    args = small_args(ppo, tmp_path / "runs", {"num_steps": 16, "total_timesteps": 64})
-    target = collect.collect(ppo.main(replace(args, eval_interval=64, eval_episodes=4)), tmp_path)
-    target.unlink()  # another run of this seed takes its place
-    plain = ppo.main(args)
-    with pytest.raises(InputError, match=r"seed1\.eval\.csv is of another run"):
-        collect.collect(plain, tmp_path)
-    assert not target.exists()
-    target.with_suffix(".eval.csv").unlink()
-    assert collect.collect(plain, tmp_path) == target
-
-
-@pytest.mark.parametrize(("exp_name", "folder"), [("../../..", "..-..-.."), ("", "-"), ("a/b.5", "a-b.5")])
-def test_collect_stays_among_the_results(exp_name, folder, tmp_path, monkeypatch):
-    results = tmp_path / "results"
-    args = {"distribution_mode": "easy", "num_levels": 0, "exp_name": exp_name, "env_id": "maze", "seed": 1}
-    monkeypatch.setattr(collect, "read_run", lambda run_dir: (args, {"command": "python ppo.py"}, "curve"))
-    assert collect.collect(tmp_path, results) == results / "easy-all" / folder / "maze" / "seed1.csv"
 
 
 def test_collect_compares_what_makes_a_run():

@@ -74,9 +74,6 @@ def test_levels(bossfight, monkeypatch):
         evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu"))
     assert set(played[0]) == {4, 5, 6}
     assert min(played[1]) >= 7
-    limited = ppo.Args(num_levels=200, start_level=10)
-    assert evaluate.level_range(limited, "unseen") == {"num_levels": 2**31 - 1 - 210, "start_level": 210}
-    assert evaluate.level_range(limited, "all") == {"num_levels": 0, "start_level": 0}
     with pytest.raises(InputError, match="none is unseen: use --levels all"):
         evaluate.level_range(ppo.Args(), "unseen")
 
@@ -126,7 +123,6 @@ def test_random_actions_of_any_kind(env_id, capsys):
     ("settings", "words"),
     [
         ({"num_envs": 0}, "--num-envs 0 cannot work"),
-        ({"video": Path("out.avi")}, ".mp4 or .gif"),
         ({"video": Path("nowhere/out.gif"), "video_grid": (1, 1)}, r"nowhere/out.gif cannot be written \(No such file"),
         ({"video": Path("out.gif"), "video_size": 5462}, "--video-size 5462 is too large .*: use at most 5461"),
         ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
@@ -168,7 +164,6 @@ def test_readmes_code_lets_agents_act(bossfight, tmp_path):
 CASES = {  # and the shape of an observation
     "frames": (ppo, {"env_id": "starpilot", "precision": "bf16"}, (64, 64, 3)),
     "gaussian": (ppo, {"env_id": "Pendulum-v1"}, (3,)),
-    "float64": (ppo, {"env_id": "TestDouble-v0"}, (1,)),
     "dual": (ppg, {"env_id": "starpilot", "arch": "dual"}, (64, 64, 3)),
     "vectors": (impala, {"env_id": "CartPole-v1"}, (4,)),
     "lstm": (impala, {"env_id": "starpilot", "use_lstm": True}, (64, 64, 3)),
@@ -187,8 +182,6 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
     with pytest.raises(InputError, match=f"^--export {model} exists: choose another name, or remove it first.$"):
         evaluate.main(evaluate.Args(model, export=model))
     assert model.read_bytes() == content
-    with pytest.raises(InputError, match=r"policy\.pt cannot be written \(No such file or directory\)\.$"):
-        evaluate.export(model, tmp_path / "nowhere" / "policy.pt")
     trace, (agent, _) = torch.jit.trace, load_agent(model)
     for change, error in ((1e-3, r"0\.001"), (torch.nan, "nan")):
         agent.policy_head.linear.bias.data += change

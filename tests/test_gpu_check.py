@@ -6,23 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import tyro
 
 import fast
 import gpu_check
-import throughput
 from common import TrainingError
-
-
-def test_the_plan_has_every_step(tmp_path):
-    parts = gpu_check.plan(gpu_check.Args(out=tmp_path, device="cuda"))
-    names = [f"{step} {name}" for name in ("ppo", "ppg", "impala") for step in ("resume", "speed")]
-    assert list(parts) == ["tests", *names]
-    speed = tyro.cli(throughput.Args, args=parts["speed impala"][2:])
-    assert (speed.algorithms, speed.device) == (("impala",), "cuda")
-    assert speed.configurations == ("default", "compile", "cudagraphs")
-    resume = tyro.cli(gpu_check.Args, args=parts["resume ppg"][2:])
-    assert (resume.kill_and_resume, resume.device) == ("ppg", "cuda")
 
 
 def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypatch, capsys):

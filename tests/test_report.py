@@ -187,14 +187,6 @@ def test_train_test_gaps(tmp_path, made, no_pictures):
     ]  # fmt: skip
 
 
-def test_learning_does_not_hide_the_gap(tmp_path, made, no_pictures):
-    """Training scores look back over a window, at whose end the policy is better than in its middle."""
-    write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 2.0, evaluation=1.0, slope=8e-6)
-    gaps = {row[1]: row[4] for row in table_rows(made(), "PPO coinrun") if "±" in row[3]}
-    assert gaps.keys() == {"0.5M", "1M"}
-    assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("name", "words", "text"),
     [
@@ -209,18 +201,6 @@ def test_damaged_files_are_named(name, words, text, tmp_path, made, no_pictures)
     (tmp_path / "easy-200" / "ppo" / "coinrun" / name).write_text(text)
     with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
         made()
-
-
-def test_a_report_of_nothing_or_to_nowhere_changes_nothing(tmp_path):
-    document = tmp_path / "README.md"
-    document.write_text("text")
-    with pytest.raises(InputError, match="no <protocol>"):
-        report.main(report.Args(results=tmp_path, documents=(document,)))
-    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 3.0)
-    with pytest.raises(InputError, match=r"nowhere\.md is not there"):
-        report.main(report.Args(results=tmp_path, documents=(document, tmp_path / "nowhere.md")))
-    assert document.read_text() == "text"
-    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_the_summary_has_a_row_for_each_game_of_all_scripts(tmp_path):
