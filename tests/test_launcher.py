@@ -131,7 +131,6 @@ def test_protocols(mode, levels, steps):
         ({"seeds": 0}, "--seeds 0 cannot work"),
         ({"protocol": "easy-200"}, "are for Procgen: leave them out for CartPole-v1"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
-        ({"devices": ("cuda:77",)}, "--device cuda:77"),
     ],
 )
 def test_bad_settings(settings, word, tmp_path):
