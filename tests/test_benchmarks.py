@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-import os
 import re
 import sys
 from dataclasses import replace
@@ -132,10 +131,6 @@ def test_throughput_measures_real_runs(algorithm, put_back, monkeypatch):
     busy = sum(row[f"{phase}_us"] for phase in (["learn"] if algorithm == "impala" else throughput.PHASES))
     assert busy < 1e6 / row["steps_per_second"]
     assert busy + row["wait_us"] == pytest.approx(1e6 / row["steps_per_second"])
-
-
-def test_measurements_have_processes_of_their_own():
-    assert throughput.alone(eval, "__import__('os').getpid()") != os.getpid()
 
 
 def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
