@@ -292,8 +292,7 @@ def test_checkpoint_interval(tmp_path, monkeypatch):
         steps.append(content["step"])
         logged.append(read_scalars(next(tmp_path.iterdir()))["charts/SPS"][-1][0])
 
-    # a thread of TensorBoard's, which lags behind
-    monkeypatch.setattr(RecordWriter, "write", lambda *arguments: (time.sleep(0.005), write(*arguments)))
+    monkeypatch.setattr(RecordWriter, "write", lambda *arguments: (time.sleep(0.005), write(*arguments)))  # a thread
     monkeypatch.setattr(ppo, "update", lambda *arguments: (time.sleep(0.1), update(*arguments))[1])
     with before_saving(look):
         ppo.main(make_args(ppo, tmp_path, checkpoint_interval=0.25 / 60))

@@ -126,7 +126,6 @@ def test_random_actions_of_any_kind(env_id, capsys):
         ({"video": Path("nowhere/out.gif"), "video_grid": (1, 1)}, r"nowhere/out.gif cannot be written \(No such file"),
         ({"video": Path("out.gif"), "video_size": 5462}, "--video-size 5462 is too large .*: use at most 5461"),
         ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
-        ({"episodes": 0}, "--episodes 0 leaves nothing to do"),
         ({"source": None}, "nothing to play is named"),
         ({"random_policy": ("maze",)}, ".*bossfight.* is for an agent: leave it out, or --random-policy"),
         ({"source": None, "random_policy": ("maze", "nothing")}, "'nothing' is not known"),
