@@ -73,21 +73,8 @@ def check_command(script: str, words: list[str]) -> None:
 
 
 @each_document
-def test_links_lead_somewhere(document):
+def test_links_lead_somewhere_and_commands_are_accepted(document):
     assert not broken_links(document)
-
-
-def test_broken_links_are_found(tmp_path):
-    (tmp_path / "a.md").write_text("# One `two`, three\n```text\n[x](nowhere)\n```\n")
-    (tmp_path / "b.md").write_text(
-        "[a](a.md) [a](a.md#one-two-three) [a](a.md#four) ![b](b.png) `[c](c.md)` [d](https://d.org) [e](#one)"
-    )
-    assert broken_links(tmp_path / "b.md") == ["a.md#four", "b.png", "#one"]
-    assert not broken_links(tmp_path / "a.md")
-
-
-@each_document
-def test_commands_are_accepted(document):
     for script, *words in commands(document.read_text()):
         try:
             check_command(script, words)
@@ -95,32 +82,26 @@ def test_commands_are_accepted(document):
             pytest.fail(f"{script} does not accept {words}")
 
 
-def test_commands_are_found():
-    text = """Run `python ppo.py --seed 2`.
+def test_broken_links_and_commands_are_found(tmp_path):
+    text = """# One `two`, three
+[a](a.md) [a](a.md#one-two-three) [a](a.md#four) ![b](b.png) `[c](c.md)` [d](https://d.org) [e](#one)
+Run `python ppo.py --seed 2`.
 ```bash
 for game in maze heist; do for seed in 1 2; do python ppg.py --env-id $game --seed $seed; done; done
 torchrun --nnodes 2 \\
     impala.py --num-envs 8 & pid=$!     # not `python x.py`
 pip install -r requirements.txt
-python -m pytest
 ```
 ```text
-python ppo.py
+python ppo.py [x](nowhere)
 ```
 """
+    (tmp_path / "a.md").write_text(text)
+    assert broken_links(tmp_path / "a.md") == ["a.md#four", "b.png", "#one"]
     expected = [["ppg.py", "--env-id", "maze", "--seed", "1"], ["impala.py", "--num-envs", "8"]]
-    expected += [["ppo.py", "--seed", "2"]]
-    assert commands(text) == expected
-    for words in expected:
-        check_command(words[0], words[1:])
+    assert commands(text) == [*expected, ["ppo.py", "--seed", "2"]]
     with pytest.raises(SystemExit):
         check_command("ppo.py", ["--n-pi", "2"])
-
-
-def test_readme_has_two_minutes():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 220
-    assert len(commands(text)) >= 15
 
 
 def test_readme_has_the_measured_speeds():
@@ -162,7 +143,6 @@ def test_versions_agree():
 def test_shipped_agents_play(name, run):
     path, run = ROOT / f"benchmarks/results/models/{name}.pt", ROOT / f"benchmarks/results/{run}"
     model = read_model(path)
-    assert model["args"]["runs_dir"] == "runs"  # no folder of the machine that trained it
     assert curves.read(run.with_suffix(".csv")).steps[-1] == model["step"]
     assert read_json(run.with_suffix(".meta.json"))["command"].startswith(f"python {model['script']} ")
     agent = f"{readme.label(model['args']['exp_name'])} after {model['step']:,} steps of {model['args']['env_id']}"

@@ -3,13 +3,11 @@
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
-from torch.utils.tensorboard import SummaryWriter
 
 import collect
 import convert
@@ -59,11 +57,9 @@ def test_bootstrap_intervals_hold_the_mean():
     for _ in range(trials):
         games = [mean + random.standard_normal(10) for mean in (0, 100)]
         value, low, high = curves.with_interval(curves.mean_over_games, games)
-        assert low < value < high
-        assert high - low < 2  # were the games drawn, too, it would be some 60
+        assert low < value < high < low + 2  # were the games drawn, too, it would be some 60 wide
         hits += low < 50 < high
-    assert hits / trials > 0.85
-    assert np.isnan(curves.with_interval(curves.interquartile_mean, [[1.0], [2.0, 3.0]])[1:]).all()
+    assert 0.85 < hits / trials < 1
 
 
 def test_verdicts():
@@ -77,20 +73,16 @@ def test_verdicts():
 def test_published_runs():
     """The marks that the authors' repository was read at; and a point between two blocks."""
     published = curves.read_reference("ppo_easy_all")
-    assert len(published) == 16
-    assert published["starpilot"].returns.shape == (3, 133)
     for name, mode in (("ppo_easy_all", "easy"), ("ppo_hard_all", "hard"), ("ppg_paper_ppg_hard_all", "hard")):
         steps = curves.read_reference(name)["starpilot"].steps
         blocks = report.Protocol(Path(f"{mode}-all"), {}).window
         off = [step for step, block in zip(steps[1:], np.diff(steps), strict=True) if block != blocks(int(step))]
         assert set(off) <= {steps[-1]}, name  # the last is what was left
-    assert min(published["starpilot"].scores(1_048_576)) == pytest.approx(8.5, abs=0.05)
-    assert max(published["starpilot"].scores(1_048_576)) == pytest.approx(8.93, abs=0.05)
+    scores = published["starpilot"].scores(1_048_576)
+    assert (min(scores), max(scores)) == pytest.approx((8.5, 8.93), abs=0.05)
     at = [published["maze"].scores(131_072 * n)[0] for n in (7, 7.25, 8)]
     assert at[1] == pytest.approx(0.75 * at[0] + 0.25 * at[2])
     assert published["maze"].scores(100_000) == published["maze"].scores(60_000_000) == []
-    for path in curves.REFERENCE.glob("*.csv"):
-        assert all(len(game.returns) == 3 for game in curves.read_reference(path.stem).values())
 
 
 @pytest.fixture
@@ -109,8 +101,6 @@ def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808, 
     (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
     command = f"python {algorithm.partition('-')[0]}.py --env-id {game} --seed {seed}" + " --gamma 0.99" * (seed == 10)
     meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 10}
-    if game == "maze":  # without git
-        meta |= {"commit": None, "dirty": None}
     (folder / f"seed{seed}.meta.json").write_text(json.dumps(meta))
     if evaluation is not None:
         header = "step,seconds,policy,env_id,episodes,episodic_return,standard_error,episodic_length,normalized_return"
@@ -143,9 +133,9 @@ def test_the_report_from_known_curves(tmp_path, made):
         write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
     write_run(tmp_path, "easy-all", "impala-appo", "bigfish", 1, 2.0, steps=500_000)
     write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=940_000)
+    write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
-    for algorithm, game in (("ppg", "bossfight"), ("impala-appo", "bossfight"), ("impala-appo", "miner")):
-        write_run(tmp_path, "hard-500", algorithm, game, 1, 8.0)
+    write_run(tmp_path, "hard-500", "ppg", "bossfight", 1, 8.0)
     text = made()
     published = curves.read_reference("ppo_easy_all")
     (row,) = [row for row in table_rows(text, "PPO starpilot") if row[1] == "1M"]
@@ -156,6 +146,8 @@ def test_the_report_from_known_curves(tmp_path, made):
     assert row[6] == "above"
     assert "\nPublished, for IMPALA (APPO), PPO: PPO, train-procgen.\n" in text
     assert [row[1] for row in table_rows(text, "IMPALA (APPO) starpilot")] == ["0.5M"]
+    (row,) = [row for row in table_rows(text, "IMPALA (APPO) CartPole-v1") if row[1] == "1M"]
+    assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
     (row,) = [row for row in table_rows(text, "PPO |") if row[1] == "1M"]
     mine = np.mean([normalized(10.2, "starpilot", "easy"), normalized(20.4, "fruitbot", "easy")])
     assert row[2] == "2 x 5"
@@ -170,8 +162,6 @@ def test_the_report_from_known_curves(tmp_path, made):
     half = 12.7062 * np.std(gaps, ddof=1) / 2**0.5  # t(.975) with 1 degree of freedom
     low_high = f"{np.mean(gaps) - half:+.3f} to {np.mean(gaps) + half:+.3f}"
     assert row[8:] == [f"{np.mean(gaps):+.3f}", low_high, "inconclusive"]
-    command = "for game in bigfish starpilot; do python impala.py --env-id $game --seed 1; done"
-    assert f"\n# IMPALA (APPO) bigfish, starpilot (made at 0123451)\n{command}\n" in text
     assert "\n# PPG bossfight (made at 0123451)\npython ppg.py --env-id bossfight --seed 1\n" in text
     assert "\n# PPO fruitbot, starpilot (made at 0123451, 0123452, 0123453, 0123454)\n" in text
     games, other = "for game in fruitbot starpilot; do", "python ppo.py --gamma 0.99 --env-id $game --seed 10; done"
@@ -181,10 +171,6 @@ def test_the_report_from_known_curves(tmp_path, made):
     for name in ("curves.png", "profile.png"):
         assert (tmp_path / "easy-all" / name).stat().st_size > 5000
         assert f"/easy-all/{name})" in text
-    assert not (tmp_path / "hard-500" / "profile.png").exists()  # of two games
-    contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    made()  # the same again
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == contents
 
 
 def test_train_test_gaps(tmp_path, made, no_pictures):
@@ -201,140 +187,48 @@ def test_train_test_gaps(tmp_path, made, no_pictures):
     ]  # fmt: skip
 
 
-def test_learning_does_not_hide_the_gap(tmp_path, made, no_pictures):
-    """Training scores look back over a window, at whose end the policy is better than in its middle."""
-    write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 2.0, evaluation=1.0, slope=8e-6)
-    gaps = {row[1]: row[4] for row in table_rows(made(), "PPO coinrun") if "±" in row[3]}
-    assert gaps.keys() == {"0.5M", "1M"}
-    assert [float(gap) for gap in gaps.values()] == pytest.approx([1.0, 1.0], abs=0.02)
-
-
-def test_evaluations_between_marks():
-    evaluations = report.Evaluations([10, 20], [1.0, 3.0], [0.3, 0.4])
-    assert (evaluations.at(10), evaluations.at(15)) == ((1.0, 0.3), (2.0, 0.25))
-    assert evaluations.at(9) is evaluations.at(21) is None
-
-
-def test_runs_on_several_games_have_no_gap(tmp_path, made, no_pictures):
-    """Their training episodes are mostly of the game with the shortest."""
-    write_run(tmp_path, "easy-200", "ppo", "coinrun,maze", 1, 7.0, evaluation=4.0)
-    text = made()
-    assert [row[1] for row in table_rows(text, "PPO coinrun,maze")] == ["0.5M", "1M"]
-    assert "held-out" not in text
-
-
-def test_means_over_games_of_which_nothing_is_published(tmp_path, made, no_pictures):
-    for game, seed, value in (("coinrun", 1, 7.5), ("maze", 1, 7.0), ("maze", 2, 10.0)):  # hard: 5 to 10, 4 to 10
-        write_run(tmp_path, "hard-500", "ppo", game, seed, value)
-    write_run(tmp_path, "memory-all", "ppo", "maze", 1, 3.0)
-    text = made()
-    assert "| PPO | 1M | 2 x 1 to 2 | 0.625 | - | - | - | - | - | - | - |" in text  # games count alike, not runs
-    assert "### memory-all" in text
-    assert "| PPO maze | 1M | 3.00 | - | - | - | nothing published |" in text
-
-
-def test_a_run_that_was_stopped_has_a_row_where_it_ends(tmp_path, made, no_pictures):
-    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 7.0, steps=753_664)
-    path = tmp_path / "easy-all" / "ppo" / "maze" / "seed1.meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_at": 753_664}))
-    assert [row[1] for row in table_rows(made(), "PPO maze")] == ["0.5M", "0.8M"]
-
-
 @pytest.mark.parametrize(
-    ("name", "words", "texts"),
+    ("name", "words", "text"),
     [
-        ("seed1.csv", "is no CSV of a learning curve", ["", f"{','.join(convert.COLUMNS)}\n", "a,b\n1,2\n"]),
-        ("seed1.eval.csv", "is no CSV of evaluations", ["", "{}\n", "{}\n64,greedy,1,1\n", "{}\n64,stochastic,?,1\n"]),
-        ("seed1.meta.json", "does not say how its curve was made", ['{"command": "python', '{"command": "python"}']),
+        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
+        ("seed1.eval.csv", "is no CSV of evaluations",
+         "step,policy,episodic_return,standard_error\n64,stochastic,?,1\n"),
+        ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
     ],
-)
-def test_damaged_files_are_named(name, words, texts, tmp_path, made, no_pictures):
+)  # fmt: skip
+def test_damaged_files_are_named(name, words, text, tmp_path, made, no_pictures):
     write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 7.0, evaluation=4.0)
-    path = tmp_path / "easy-200" / "ppo" / "coinrun" / name
-    assert path.exists()
-    for text in texts:
-        path.write_text(text.replace("{}", "step,policy,episodic_return,standard_error"))
-        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-            made()
-
-
-def test_a_report_of_nothing_or_to_nowhere_changes_nothing(tmp_path):
-    (tmp_path / "README.md").write_text("text")
-    with pytest.raises(InputError, match="no <protocol>"):
-        report.main(report.Args(results=tmp_path, documents=(tmp_path / "README.md",)))
-    write_run(tmp_path, "easy-all", "ppo", "maze", 1, 3.0)
-    with pytest.raises(InputError, match=r"nowhere\.md is not there"):
-        report.main(report.Args(results=tmp_path, documents=(tmp_path / "README.md", tmp_path / "nowhere.md")))
-    assert (tmp_path / "README.md").read_text() == "text"
-    assert not list(tmp_path.rglob("*.png"))
-
-
-def test_runs_of_other_lengths_and_other_tasks(tmp_path, made, monkeypatch, no_pictures):
-    """A curve goes on with the seeds that do; what is no Procgen game has no part in the profile."""
-    drawn = {}
-
-    def draw(axis, x, runs, label, **style):
-        drawn[label] = x, runs
-        axis.plot([], label=label)
-
-    monkeypatch.setattr(report, "draw", draw)
-
-    def profile(games, thresholds):
-        drawn["profile"] = games
-        return thresholds
-
-    monkeypatch.setattr(curves, "performance_profile", profile)
-    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.0)
-    write_run(tmp_path, "easy-all", "ppo", "starpilot", 2, 9.0, steps=500_000)
-    for game in ("starpilot", "fruitbot", "CartPole-v1"):
-        write_run(tmp_path, "easy-all", "impala-appo", game, 1, 7.0)
-    write_run(tmp_path, "easy-all", "ppg", "maze", 1, 7.0)
-    write_run(tmp_path, "easy-all", "ppo", "bigfish", 1, 8.0, steps=16_384)  # so short that it has no point
-    text = made()
-    x, runs = drawn["PPO"]
-    assert x[-1] == 31 * 32_768 / 1e6
-    assert np.isnan(runs).tolist() == [[False] * 31, [False] * 15 + [True] * 16]
-    assert len(drawn["profile"]) == 2
-    assert "# PPG maze (made at None)" in text
-    (row,) = [row for row in table_rows(text, "IMPALA (APPO) CartPole-v1") if row[1] == "1M"]
-    assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
+    (tmp_path / "easy-200" / "ppo" / "coinrun" / name).write_text(text)
+    with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
+        made()
 
 
 def test_the_summary_has_a_row_for_each_game_of_all_scripts(tmp_path):
     for seed, value in ((1, 3.0), (2, 5.0)):
         write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
     write_run(tmp_path, "easy-all", "ppg-long", "starpilot", 1, 9.0)  # not a script's default: no column
-    write_run(tmp_path, "easy-all", "ppg-long", "maze", 1, 9.0)
     write_run(tmp_path, "easy-all", "ppo", "maze", 1, 9.0)  # the only one: no row
-    write_run(tmp_path, "easy-all", "ppo", "CartPole-v1", 1, 6.0)
-    write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
     write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=524_288)
     (protocol,) = report.read_protocols(tmp_path)
-    columns, first, second = table_rows("\n".join(report.summary_table(protocol)), "")
+    columns, row = table_rows("\n".join(report.summary_table(protocol)), "")
     one, two = (curves.read_reference("ppo_easy_all")["starpilot"].scores(steps) for steps in (1_000_000, 2_000_000))
     one, two = (f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (one, two))
     assert columns[1:4] == ["published PPO, 1M", "PPO, 1M", "IMPALA (APPO), 1M"]
-    assert first == ["CartPole-v1", "-", "6.0", "7.0", "-", "-", "-", "-"]
-    assert second == ["starpilot", one, "4.0 (3.0 to 5.0)", "-", two, "-", "-", "-"]
+    assert row == ["starpilot", one, "4.0 (3.0 to 5.0)", "-", two, "-", "-", "-"]
 
 
 def test_since_when_ppg_is_ahead(tmp_path):
     published = curves.read_reference("ppo_easy_all")["starpilot"]
     marks = range(131_072, 917_505, 16_384)
-    ahead = [10.5e-6 * (mark - 65_536) > mean(published.scores(mark)) for mark in marks]
-    since = ahead.index(True)
+    since = [10.5e-6 * (mark - 65_536) > mean(published.scores(mark)) for mark in marks].index(True)
     assert 0 < since < len(marks) - 1
-    assert all(ahead[since:])
-    games = {"starpilot": (0, 10.5e-6), "bigfish": (5, 0), "maze": (6, -3e-6), "fruitbot": (0, 0)}
-    for game, (value, slope) in games.items():
+    for game, (value, slope) in {"starpilot": (0, 10.5e-6), "bigfish": (5, 0), "maze": (6, -3e-6)}.items():
         write_run(tmp_path, "easy-all", "ppg", game, 1, value, slope=slope, steps=marks[-1] + 9_999)
-    write_run(tmp_path, "easy-all", "ppg", "ninja", 1, 9.0, steps=100_000)  # too short for a mark
     (protocol,) = report.read_protocols(tmp_path)
     found = {row[0]: row[-1] for row in table_rows("\n".join(report.summary_table(protocol)), "")}
     assert found["starpilot"] == f"from {marks[since] / 1e6:.1f}M to 0.9M"
     assert found["bigfish"] == "from 0.1M to 0.9M"
-    assert found["maze"] == found["fruitbot"] == "not by 0.9M"  # ahead at first
-    assert found["ninja"] == "-"
+    assert found["maze"] == "not by 0.9M"  # ahead at first
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path):
@@ -355,101 +249,33 @@ def test_the_documents_are_what_the_report_makes(tmp_path):
             path.write_bytes(content)
 
 
-def test_marks_are_found_in_the_document_that_has_them(tmp_path):
-    first, second = tmp_path / "a.md", tmp_path / "b.md"
-    other = "<!-- precision -->\n<!-- end of report -->\n"
-    first.write_text(other)
-    second.write_text("a\n<!-- report -->\nold\n<!-- end of report -->\nb\n")
-    readme.fill((first, second), "report", "text\n")
-    assert first.read_text() == other
-    assert second.read_text() == "a\n<!-- report -->\ntext\n<!-- end of report -->\nb\n"
-    with pytest.raises(InputError, match="no lines <!-- report -->"):
-        readme.fill((first,), "report", "text\n")
-
-
-def test_collect_keeps_evaluations(tmp_path):
-    results, sizes = tmp_path / "results", {"num_steps": 16, "total_timesteps": 128}
-    args = small_args(ppo, tmp_path / "runs", sizes, eval_interval=64, eval_episodes=4)
-    run_dir = ppo.main(args)
-    target = collect.collect(run_dir, results)
-    beside = target.with_suffix(".eval.csv")
-    assert beside.read_text() == (run_dir / "eval.csv").read_text()
-    assert report.read_evaluations(beside).steps == [64, 128]
-    for name in ("eval.csv", "progress.csv"):
-        text = (run_dir / name).read_text()
-        (run_dir / name).write_text(text.splitlines()[0] + "\n")
-        with pytest.raises(InputError, match=f"{name} has no rows"):
-            collect.collect(run_dir, results)
-        (run_dir / name).unlink()
-        with pytest.raises(InputError, match=f"{name} cannot be read"):
-            collect.collect(run_dir, results)
-        (run_dir / name).write_text(text)
-    collect.collect(run_dir, results)
-    target.unlink()  # another run of this seed takes its place: its evaluations must not be these
-    plain = ppo.main(replace(args, eval_interval=0))
-    with pytest.raises(InputError, match=r"seed1\.eval\.csv is of another run"):
-        collect.collect(plain, results)
-    assert not target.exists()
-    beside.unlink()
-    assert collect.collect(plain, results) == target
-
-
-def test_event_files_become_the_progress_of_the_run(tmp_path):
+def test_curves_and_event_files_become_each_other(tmp_path):
     """A run's own event files hold every episode: they give its progress.csv again."""
     run_dir = ppo.main(small_args(ppo, tmp_path / "runs", {"num_steps": 64, "total_timesteps": 1024}))
     convert.main(convert.Args(run_dir, tmp_path / "curve.csv", every=256))
-    (events,) = run_dir.glob("events.*")
-    convert.main(convert.Args(events, tmp_path / "same.csv", every=256))
-    assert (tmp_path / "same.csv").read_text() == (tmp_path / "curve.csv").read_text()
     mine, theirs = (curves.read(path) for path in (tmp_path / "curve.csv", run_dir / "progress.csv"))
     assert mine.steps[:-1] == theirs.steps[:-1]
     assert theirs.steps[-1] - 256 < mine.steps[-1] <= theirs.steps[-1]  # that of the last episode
     assert mine.episodes == theirs.episodes
     assert mine.returns == pytest.approx(theirs.returns)
     assert mine.seconds == pytest.approx(theirs.seconds, abs=3)
-
-
-def test_a_curve_becomes_event_files(tmp_path):
-    write_run(tmp_path, "easy-all", "ppo", "starpilot", 1, 8.5, steps=16_384 * 3)
-    path = tmp_path / "easy-all" / "ppo" / "starpilot" / "seed1.csv"
-    path.write_text(path.read_text().replace("32768,65.5,10,", "32768,65.5,7,") + "65536,140.5,0,nan,8.5\n")
-    convert.main(convert.Args(path, tmp_path / "events"))
+    convert.main(convert.Args(tmp_path / "curve.csv", tmp_path / "events"))
     scalars = read_scalars(tmp_path / "events")
-    assert scalars["charts/episodic_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3)]
-    assert scalars["charts/last_100_return"] == [(16_384 * n, 8.5) for n in (1, 2, 3, 4)]
-    assert scalars["charts/episodes"] == [(16_384, 10), (32_768, 7), (49_152, 10), (65_536, 0)]
+    assert scalars["charts/episodes"] == list(zip(mine.steps, mine.episodes, strict=True))
+    returns = [(step, value) for step, value in zip(mine.steps, mine.returns, strict=True) if not math.isnan(value)]
+    assert scalars["charts/episodic_return"] == [(step, pytest.approx(value)) for step, value in returns]
     with pytest.raises(InputError, match="has the rows of a CSV and no single episodes"):
         convert.main(convert.Args(tmp_path / "events", tmp_path / "again.csv"))
 
 
-def test_episodes_that_were_logged_out_of_order(tmp_path):
-    with SummaryWriter(str(tmp_path / "events")) as writer:
-        for step in (100, 900, 300, 1700, 1500):
-            writer.add_scalar("charts/episodic_return", step, step)
-    convert.main(convert.Args(tmp_path / "events", tmp_path / "curve.csv", every=1000))
-    curve = curves.read(tmp_path / "curve.csv")
-    assert (curve.steps, curve.episodes) == ([1000, 1700], [3, 2])
-    assert curve.returns == pytest.approx([1300 / 3, 1600], rel=1e-5)
-
-
 def test_what_cannot_be_converted(tmp_path):
-    good = ",".join(convert.COLUMNS) + "\n1,2,3,4,5\n"
-    for name, text in (("some", "a,b\n1,2\n"), ("good", good), ("short", f"{good}2,3\n"), ("binary", "\0\1")):
-        (tmp_path / f"{name}.csv").write_text(text)
-    for name in ("empty", "folder.csv"):
-        (tmp_path / name).mkdir()
-    convert.main(convert.Args(tmp_path / "good.csv", tmp_path / "taken"))
-    for name in ("some", "short", "binary", "folder"):
-        with pytest.raises(InputError, match="no CSV of a learning curve"):
-            convert.main(convert.Args(tmp_path / f"{name}.csv", tmp_path / "events"))
+    (tmp_path / "some.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "empty").mkdir()
     for source, target, words in (
+        ("some.csv", "events", "no CSV of a learning curve"),
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
         ("empty", "some.csv", "remove it first"),
-        ("empty", "nowhere/x.csv", "there is no"),
-        ("good.csv", "good-too.csv", "cannot be a CSV, too"),
-        ("good.csv", "taken", "taken is there"),
-        ("empty", "empty", "empty is there"),
     ):
         with pytest.raises(InputError, match=words):
             convert.main(convert.Args(tmp_path / source, tmp_path / target))
