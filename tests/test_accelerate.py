@@ -326,26 +326,15 @@ def test_changes_after_accelerate_count(change, expected, ran):
     check_equal(ours, theirs, x.contiguous())
 
 
-def test_what_keeps_kernels_away(ran):
-    """Hooks for all modules, frames of another dtype than autocast's, and calls that only the written block knows."""
+def test_hooks_for_all_modules_and_calls_that_only_the_written_block_knows(ran):
     theirs, ours = made(network)
     calls = []
     with torch.nn.modules.module.register_module_forward_hook(lambda layer, *_: calls.append(type(layer))):
         ours(images())
     assert calls.count(nn.Conv2d) == 3
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(ours(images()), theirs(images()))
-    check_ran(ran, "")
     theirs, ours = made(Renamed)
     assert ours.width() == 16
     assert torch.equal(ours(frames=images(16)), theirs(images(16)))
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        ours(images(16), scale=2)
-    with pytest.raises(AttributeError, match="no attribute 'height'"):
-        ours.height()
-    ours.last = conv(16, 32)()
-    with pytest.raises(RuntimeError, match="must match"):
-        ours(images(16))
     check_ran(ran, "")
 
 
@@ -353,17 +342,17 @@ def test_what_pytorch_traces_compiles_or_transforms_holds_pytorchs_operations(ra
     theirs, ours = made(network)
     x = images()
     expected = theirs(x)
-    found = [
-        torch.fx.symbolic_trace(nn.Sequential(ours))(x),
-        make_fx(ours)(x)(x),
-        torch.jit.trace(ours, x, check_trace=False)(x),
-    ]
-    found.append(torch.compile(ours, backend="aot_eager", fullgraph=True)(x))
-    for strict in (False, True):
-        program = torch.export.export(ours, (x,), strict=strict)
-        found.append(program.module()(x))
-        assert program.state_dict.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(each, expected) for each in found)
+    exported = torch.export.export(ours, (x,), strict=True)
+    assert exported.state_dict.keys() == theirs.state_dict().keys()
+    for compiled in (
+        torch.fx.symbolic_trace(nn.Sequential(ours)),
+        make_fx(ours)(x),
+        torch.jit.trace(ours, x, check_trace=False),
+        torch.compile(ours, backend="aot_eager", fullgraph=True),
+        exported.module(),
+        torch.export.export(ours, (x,), strict=False).module(),
+    ):
+        assert torch.equal(compiled(x), expected)
     gradients = torch.func.grad(lambda each: torch.func.functional_call(ours, each, x).sum())
     expected.sum().backward()
     for name, gradient in gradients(dict(ours.named_parameters())).items():
@@ -371,24 +360,19 @@ def test_what_pytorch_traces_compiles_or_transforms_holds_pytorchs_operations(ra
     check_ran(ran, "")
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta", "no compiler"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mode", ["auto", "eager", "compile", "cudagraphs"])
-def test_modes(mode, device, ran, monkeypatch, capsys):
-    """On a CPU the kernels run in eager mode, and on devices that they do not know never. There is no note."""
+def test_modes(mode, device, ran, monkeypatch):
+    """On a CPU the kernels run in eager mode, and on devices that they do not know never."""
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((self, options)))
     agent = Agent(impala_cnn())
     agent.value_encoder, agent.mlp_encoder, agent.other = impala_cnn(), nn.Linear(1, 1), impala_cnn()
-    if device == "no compiler":
-        monkeypatch.setattr(modules, "build", lambda: None)
-    else:
-        agent.to(device)
-    accelerate(agent, mode)
+    accelerate(agent.to(device), mode)
     fast = sum(isinstance(layer, modules.FastSequential | modules.FastBlock) for layer in agent.modules())
     assert fast == (21 if device == "cpu" and mode in ("auto", "eager") else 0)
     encoders = [agent.encoder, agent.value_encoder] if mode == "compile" else []
     assert compiled == [(encoder, {"dynamic": False}) for encoder in encoders]
-    assert not capsys.readouterr().err
 
 
 def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):
@@ -409,16 +393,14 @@ def test_a_recorded_method_belongs_to_its_agent():
     record_calls(agent, "compile")
     assert isinstance(agent.encode, types.MethodType)
     record_calls(agent, "cudagraphs")
-    before = agent.get_action, agent.encode
-    assert [type(each) for each in before] == [Recorded, RecordedEncode]
-    record_calls(agent, "cudagraphs")
-    assert (agent.get_action, agent.encode) == before
+    assert [type(agent.get_action), type(agent.encode)] == [Recorded, RecordedEncode]
     assert agent.get_action(x).requires_grad
     with torch.no_grad():
         assert torch.equal(agent.get_action(input=x), agent.head(x))
         agent.eval()
         assert torch.equal(agent.get_action(x), agent.head(x))
     twin = copy.deepcopy(agent)
+    record_calls(twin, "cudagraphs")  # which changes nothing
     assert twin.get_action.method().__self__ is twin.head
     assert twin.encode.method().__self__ is twin
     gone = weakref.ref(twin)
@@ -429,51 +411,45 @@ def test_a_recorded_method_belongs_to_its_agent():
 
 
 def test_which_passes_of_an_encoder_are_recorded(monkeypatch):
-    """Those with gradients and without hooks, of four shapes; those that are frozen, too, later on."""
+    """Training passes without hooks, of up to four kinds: shapes, and parameters that have gradients."""
     recorded = []
     busy = types.SimpleNamespace(pending=lambda: "a backward pass")  # not to be played back
     monkeypatch.setattr(graphs, "Recording", lambda method, *inputs: recorded.append(inputs) or busy)
     agent, x = Agent(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))), torch.ones(5, 3)
     encode = RecordedEncode(agent.encode)
 
-    def records(obs=x):
+    def records(obs):
         before = len(recorded)
         assert torch.equal(encode(agent.encoder, obs), agent.encode(agent.encoder, obs))
         return len(recorded) > before
 
     with torch.no_grad():
-        assert not records()
+        assert not records(x)
     agent.encoder.eval()
-    assert not records()
+    assert not records(x)
     agent.encoder.train()
     assert not records(x.clone().requires_grad_())
     hook = agent.encoder[0].register_forward_hook(lambda *arguments: None)
-    assert not records()
+    assert not records(x)
     hook.remove()
+    assert [records(x), records(x)] == [True, False]
+    agent.encoder[1].requires_grad_(False)
+    assert [records(x[:size]) for size in (5, 5, 4, 3, 2)] == [True, False, True, True, False]
     agent.encoder.requires_grad_(False)
-    assert not records()
-    agent.encoder[1].requires_grad_()
-    assert [records(), records()] == [True, False]
-    agent.encoder.requires_grad_()
-    assert [records(x[:size]) for size in (5, 5, 4, 3, 2, 1)] == [True, False, True, True, False, False]
-    assert recorded[0][0] is agent.encoder
+    encode.recordings.clear()
+    assert not records(x)
 
 
 def test_aliases_have_the_gradients_of_parameters_and_none_of_their_hooks():
-    agent, x = Agent(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))), torch.ones(5, 3)
-    agent.unused = nn.Linear(2, 2)
-    agent.encoder[0].requires_grad_(False)
+    agent, x = Agent(nn.Linear(3, 2)), torch.ones(5, 3)
     plain = copy.deepcopy(agent)
     agent.head.weight.register_hook(lambda gradient: pytest.fail("a hook ran"))
-    encode, parameters, aliases = with_aliases(agent.encode, agent.encoder)
-    assert list(map(id, parameters)) == [id(x) for x in agent.parameters() if x.requires_grad]
-    for _ in range(2):
-        found = torch.autograd.grad(encode(x).square().sum(), aliases, allow_unused=True)
-        used = [*plain.encoder[1].parameters(), *plain.head.parameters()]
-        assert all(map(torch.equal, found, torch.autograd.grad(plain.encode(plain.encoder, x).square().sum(), used)))
-        assert found[4:] == (None, None)
-        for each in (agent, plain):
-            each.encoder[1].weight.data += 1  # in place
+    encode, _, aliases = with_aliases(agent.encode, agent.encoder)
+    agent.encoder.weight.data += 1  # in place
+    plain.encoder.weight.data += 1
+    plain.encode(plain.encoder, x).square().sum().backward()
+    found = torch.autograd.grad(encode(x).square().sum(), aliases)
+    assert all(map(torch.equal, found, [parameter.grad for parameter in plain.parameters()]))
 
 
 def test_a_playback_has_one_backward_pass():
@@ -495,6 +471,5 @@ def test_a_playback_has_one_backward_pass():
     with pytest.raises(TrainingError, match="one backward pass"):
         features.sum().backward()
     features = Playback.apply(recording, x, *parameters)
-    assert recording.pending() is not None
     del features  # no backward pass comes
     assert recording.pending() is None
