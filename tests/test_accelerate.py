@@ -1,9 +1,7 @@
 """Modules of kernels take the place of just what they compute: networks as written against themselves, accelerated."""
 
 import copy
-import ctypes
-import gc
-import io
+import pickle
 import random
 import types
 import weakref
@@ -14,14 +12,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations, parametrize, spectral_norm
+from torch.nn.utils import parametrizations
 
 import ppo
 from common import TrainingError, fast
 from common.fast import accelerate, graphs, kernels, modules
 from common.fast.graphs import Playback, Recorded, RecordedEncode, record_calls, with_aliases
-from common.fast.memory import keep_freed_memory
-from test_learning import CASES, SMALL, learn
 
 
 class ResidualBlock(ppo.ResidualBlock):
@@ -30,8 +26,6 @@ class ResidualBlock(ppo.ResidualBlock):
 
 
 class Agent(nn.Module):
-    """An encoder, and a layer of another kind."""
-
     def __init__(self, encoder):
         super().__init__()
         self.encoder, self.head = encoder, nn.Linear(1, 1)
@@ -45,22 +39,22 @@ def impala_cnn():
 
 
 def made(make):
-    """What `make` makes, as it is and accelerated. Names and weights are the same, and so are random numbers."""
+    """What `make` makes, as it is and accelerated. Names, weights and the state of random generators are the same."""
     torch.manual_seed(0)
     plain = make()
+    for parameter in plain.parameters():
+        nn.init.zeros_(parameter)  # which hides what a module computes
     agent = Agent(copy.deepcopy(plain))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
     accelerate(agent, "auto")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[2]) == before[1:]
-    assert [name for name, _ in agent.encoder.named_modules()] == [name for name, _ in plain.named_modules()]
     assert agent.encoder.state_dict().keys() == plain.state_dict().keys()
     assert all(map(torch.equal, agent.encoder.state_dict().values(), plain.state_dict().values()))
+    for parameter, twin in zip(plain.parameters(), agent.encoder.parameters(), strict=True):
+        nn.init.normal_(parameter, std=0.1)
+        twin.data.copy_(parameter)
     return plain, agent.encoder
-
-
-def kinds(network):
-    return [type(layer) for layer in network.modules()]
 
 
 def images(channels=3):
@@ -70,11 +64,9 @@ def images(channels=3):
 
 def results(network, x):
     """Outputs and all gradients, and what became of the input, which an operation in place changes."""
-    random.seed(0), torch.manual_seed(0), np.random.seed(0)
     x = x.clone().requires_grad_()
     held = x.clone()
     y = network(held)
-    y = y[0] if isinstance(y, tuple) else y
     network.zero_grad()
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
     return [y, held, x.grad, *(p.grad for p in network.parameters() if p.grad is not None)]
@@ -85,20 +77,18 @@ def check_equal(ours, theirs, x):
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
-def block_formula(x, *filters):
-    h = F.conv2d(F.relu(x), *filters[:2], padding=1)
-    return x + F.conv2d(F.relu(h), *filters[2:], padding=1)
-
-
-def pair_formula(x, weight, bias):
-    return F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1)
-
-
 def use_kernels(monkeypatch, change):
     """PyTorch computes in the place of kernels, as if there were one for all. `change` gets their results."""
-    block = types.SimpleNamespace(apply=lambda *given: change("block", block_formula(*given)))
-    monkeypatch.setattr(modules, "ResidualBlockFunction", block)
-    monkeypatch.setattr(modules, "conv_max_pool", lambda *given: change("pair", pair_formula(*given)))
+
+    def block(x, weight0, bias0, weight1, bias1):
+        h = F.relu(F.conv2d(F.relu(x), weight0, bias0, padding=1))
+        return change("block", x + F.conv2d(h, weight1, bias1, padding=1))
+
+    def pair(x, weight, bias):
+        return change("pair", F.max_pool2d(F.conv2d(x, weight, bias, padding=1), 3, 2, 1))
+
+    monkeypatch.setattr(modules, "ResidualBlockFunction", types.SimpleNamespace(apply=block))
+    monkeypatch.setattr(modules, "conv_max_pool", pair)
     monkeypatch.setattr(modules, "convolves", lambda x, weight: x.dtype == torch.float32)
     for module in (kernels, modules):
         monkeypatch.setattr(module, "build", lambda: True)
@@ -118,51 +108,25 @@ def check_ran(ran, expected):
     ran.clear()
 
 
-# ----------------------------------------------------------------------------------------------- the network as it is
-
-
 @pytest.mark.skipif(kernels.build() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkeypatch, capsys):
+def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkeypatch):
     """A layout or dtype that keeps it from them would cost speed unseen."""
-    names, call = [], kernels.call
+    names, call, bf16 = [], kernels.call, precision == "bf16"
     monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "avx2")  # no AMX, for one
     theirs, ours = made(impala_cnn)
     monkeypatch.setattr(kernels, "call", lambda name, *a: names.append(name.split("_torch")[0]) or call(name, *a))
     frames, found = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8), []
-    for network, bf16 in ((copy.deepcopy(theirs), False), (theirs, precision == "bf16"), (ours, precision == "bf16")):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=False):
+    for network, enabled in ((theirs, False), (ours, bf16)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False):
             features = network(frames)
         features.sum().backward()
-        assert features.dtype == (torch.bfloat16 if bf16 else torch.float32)
         found.append((features.float(), torch.cat([p.grad.flatten() for p in network.parameters()])))
-    for exact, other, mine in zip(*found, strict=True):  # bfloat16 is that coarse in PyTorch's own kernels, too
-        assert (mine - exact).norm() < 1.5 * (other - exact).norm() + 1e-5 * exact.norm()
-        assert (other - exact).norm() < 0.1 * exact.norm()
-    expected = (
-        ["conv_pool_{}_3", "conv_pool_{}_16", "conv_pool_{}_32"] + 2 * ["residual_{}_16"] + 4 * ["residual_{}_32"]
-    )
-    assert sorted(names) == sorted(name.format(way) for name in expected for way in ("forward", "backward"))
-    assert not capsys.readouterr().err
-
-
-@CASES
-def test_layout_and_kernels_change_nothing(script, settings, monkeypatch):
-    """Channels-last frames with our kernels against contiguous ones with PyTorch's, in float32."""
-    prepared = {"prepare": lambda agent: accelerate(agent, "eager")}
-    ours, our_metrics = learn(script, SMALL, torch.float32, 1e-4, **prepared, **settings)
-
-    def forward(self, frames):
-        return self.layers((frames.permute(0, 3, 1, 2).float() / 255).contiguous())
-
-    monkeypatch.setattr(script.ImpalaCNN, "forward", forward)
-    plain, plain_metrics = learn(script, SMALL, torch.float32, 1e-4, **settings)
-    assert not torch.equal(ours, plain)
-    assert (ours - plain).norm() < 1e-3 * plain.norm()
-    assert our_metrics == pytest.approx(plain_metrics, rel=1e-3, abs=1e-5)
-
-
-# --------------------------------------------------------------------------------------- blocks and rows of all sorts
+    assert features.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    for exact, mine in zip(*found, strict=True):
+        assert (mine - exact).norm() < (0.1 if bf16 else 1e-5) * exact.norm()
+    assert len(names) == 18  # three pairs and six blocks, forward and backward
+    assert len(set(names)) == 10  # for 3, 16 and 32 channels, and for 16 and 32
 
 
 def same(block, x, f, g):
@@ -186,11 +150,6 @@ def edited(formula, **parts):
 
 def activated(act):
     return edited(lambda s, x, f, g: x + g(act(f(act(x)))))
-
-
-def sometimes(draw):
-    """Stochastic depth that hardly ever shows."""
-    return edited(lambda s, x, f, g: x if draw() < 1e-9 else same(s, x, f, g))
 
 
 class Renamed(nn.Module):
@@ -228,49 +187,6 @@ def row(*layers, kind=nn.Sequential):
     return lambda: kind(*(layer() for layer in layers))
 
 
-def in_two_places():
-    block = ResidualBlock()
-    return nn.Sequential(block, nn.Sequential(nn.Tanh(), block))
-
-
-GELU = activated(F.gelu)
-LOOK_ALIKES = {  # what to make, and which kernels run it
-    "32 channels": (lambda: ResidualBlock(32), "block"),
-    "other names in another order": (Renamed, "block"),
-    "in two places": (in_two_places, "block block"),
-    "beside a look-alike": (row(ResidualBlock, GELU, Renamed), "block block"),
-    "GELU": (GELU, ""),
-    "nearly ReLU": (activated(lambda x: F.relu(x) * (1 + 1e-6)), ""),
-    "ReLU with another gradient at 0": (activated(lambda x: torch.where(x < 0, 0, x)), ""),
-    "ReLU without NaN": (activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf)), ""),
-    "bounded ReLU": (activated(lambda x: torch.where(x > 100, 100, F.relu(x))), ""),
-    "gradients stop": (edited(lambda s, x, f, g: x + g(F.relu(f(F.relu(x)).detach())) + 0 * f(x)), ""),
-    "the first twice": (edited(lambda s, x, f, g: same(s, x, f, f) + 0 * g(x)), ""),
-    "dropout": (edited(lambda s, *given: F.dropout(same(s, *given), 0.5, s.training)), ""),
-    "only in training": (edited(lambda s, x, f, g: same(s, x, f, g) if s.training else x), ""),
-    "PyTorch's random numbers": (sometimes(lambda: torch.rand(())), ""),
-    "Python's random numbers": (sometimes(random.random), ""),
-    "NumPy's random numbers": (sometimes(np.random.rand), ""),
-    "in place": (edited(lambda s, x, f, g: x.add_(g(F.relu(f(F.relu(x)))))), ""),
-    "spoils its input": (edited(lambda s, x, f, g: (same(s, x, f, g), x.detach().zero_())[0]), ""),
-    "no autocast": (edited(torch.autocast("cpu", enabled=False)(lambda s, x, f, g: same(s, x.float(), f, g))), ""),
-    "normalised": (edited(lambda s, x, f, g: s.norm(same(s, x, f, g)), norm=lambda: nn.BatchNorm2d(16)), ""),
-    "a parameter": (edited(same, gain=lambda: nn.Parameter(torch.ones(()))), ""),
-    "a buffer": (edited(lambda s, *given: same(s, *given) * s.gain, gain=lambda: nn.Buffer(torch.ones(()))), ""),
-    "an attribute": (edited(lambda s, *given: same(s, *given) * s.gain, gain=lambda: 1), ""),
-    "another class of convolutions": (edited(same, conv1=conv(kind=other(nn.Conv2d))), ""),
-    "32 wide inside": (edited(same, conv0=conv(16, 32), conv1=conv(32, 16)), ""),
-    "pair": (row(conv(3), pool()), "pair"),
-    "pair of grey frames": (row(conv(1), pool()), "pair"),
-    "pair with 24 channels": (row(conv(3, 24), pool()), ""),
-    "pair with a layer between": (row(conv(3), nn.Tanh, pool()), ""),
-    "another class of pools": (row(conv(3), pool(other(nn.MaxPool2d))), ""),
-    "another class of rows": (row(conv(3), pool(), kind=other(nn.Sequential)), ""),
-}
-for name, value in {"stride": 2, "padding": 0, "dilation": 2, "padding_mode": "circular", "bias": False}.items():
-    LOOK_ALIKES[f"convolution, {name} {value}"] = row(conv(3, **{name: value}), pool()), ""
-for name, value in {"stride": 3, "padding": 0, "dilation": 2, "ceil_mode": True, "return_indices": True}.items():
-    LOOK_ALIKES[f"pool, {name} {value}"] = row(conv(3), pool(**{name: value})), ""
 HOOKS = {  # each doubles something
     "forward_pre_hook": lambda layer, given: (2 * given[0],),
     "forward_hook": lambda layer, given, result: 2 * result,
@@ -279,72 +195,62 @@ HOOKS = {  # each doubles something
 }
 
 
-def hooked(module, register, hook=None):
-    getattr(module, f"register_{register}")(hook or HOOKS[register])
+def hooked(module, register):
+    getattr(module, f"register_{register}")(HOOKS[register])
     return module
 
 
-LOOK_ALIKES["block with a hook that looks on"] = lambda: hooked(ResidualBlock(), "forward_hook", lambda *_: None), ""
-for register in HOOKS:
-    LOOK_ALIKES[f"block, {register}"] = lambda register=register: hooked(ResidualBlock(), register), ""
-    LOOK_ALIKES[f"pair, {register}"] = row(lambda register=register: hooked(conv(3)(), register), pool()), ""
+LOOK_ALIKES = {  # what to make, and which kernels run it
+    "other names in another order": (Renamed, "block"),
+    "in two places": (lambda: nn.Sequential(*2 * [ResidualBlock()]), "block block"),
+    "beside a look-alike": (row(ResidualBlock, activated(F.gelu), Renamed), "block block"),
+    "nearly ReLU": (activated(lambda x: F.relu(x) * (1 + 1e-6)), ""),
+    "ReLU without NaN": (activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf)), ""),
+    "gradients stop": (edited(lambda s, x, f, g: x + g(F.relu(f(F.relu(x)).detach())) + 0 * f(x)), ""),
+    "only in training": (edited(lambda s, x, f, g: same(s, x, f, g) if s.training else x), ""),
+    "PyTorch's random numbers": (edited(lambda s, *given: same(s, *given) + 0 * torch.rand(())), ""),
+    "Python's random numbers": (edited(lambda s, *given: same(s, *given) + 0 * random.random()), ""),
+    "NumPy's random numbers": (edited(lambda s, *given: same(s, *given) + 0 * np.random.rand()), ""),
+    "in place": (edited(lambda s, x, f, g: x.add_(g(F.relu(f(F.relu(x)))))), ""),
+    "no autocast": (edited(torch.autocast("cpu", enabled=False)(lambda s, x, f, g: same(s, x.float(), f, g))), ""),
+    "normalised": (edited(lambda s, x, f, g: s.norm(same(s, x, f, g)), norm=lambda: nn.BatchNorm2d(16)), ""),
+    "a parameter": (edited(same, gain=lambda: nn.Parameter(torch.ones(()))), ""),
+    "an attribute": (edited(lambda s, *given: same(s, *given) * s.gain, gain=lambda: 1), ""),
+    "another class of convolutions": (edited(same, conv1=conv(kind=other(nn.Conv2d))), ""),
+    "32 wide inside": (edited(same, conv0=conv(16, 32), conv1=conv(32, 16)), ""),
+    "a hook": (lambda: hooked(ResidualBlock(), "forward_hook"), ""),
+    "pair of grey frames": (row(conv(1), pool()), "pair"),
+    "pair with 24 channels": (row(conv(3, 24), pool()), ""),
+    "another class of pools": (row(conv(3), pool(other(nn.MaxPool2d))), ""),
+    "another class of rows": (row(conv(3), pool(), kind=other(nn.Sequential)), ""),
+}
+for name, value in {"stride": 2, "padding": 0, "dilation": 2, "padding_mode": "circular", "bias": False}.items():
+    LOOK_ALIKES[f"convolution, {name} {value}"] = row(conv(3, **{name: value}), pool()), ""
+for name, value in {"stride": 3, "padding": 0, "dilation": 2, "ceil_mode": True}.items():
+    LOOK_ALIKES[f"pool, {name} {value}"] = row(conv(3), pool(**{name: value})), ""
 
 
 @pytest.mark.parametrize(("make", "expected"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
 def test_what_is_replaced_and_that_it_computes_the_same(make, expected, ran, capsys):
-    """When it is replaced, weights are zero, which hides what a module computes."""
-
-    def with_zeros():
-        module = make()
-        for parameter in module.parameters():
-            nn.init.zeros_(parameter)
-        return module
-
-    theirs, ours = made(with_zeros)
-    for parameter, twin in zip(theirs.parameters(), ours.parameters(), strict=True):
-        nn.init.normal_(parameter, std=0.1)
-        twin.data.copy_(parameter)
+    theirs, ours = made(make)
     widths = [layer.in_channels for layer in theirs.modules() if isinstance(layer, nn.Conv2d)]
     for training in (True, False):
         check_equal(ours.train(training), theirs.train(training), images(widths[0]))
         check_ran(ran, expected)
-    assert expected or kinds(ours) == kinds(theirs)
-    assert expected or capsys.readouterr().err.startswith("note: PyTorch's own kernels run encoder.")
+    assert expected or str(ours) == str(theirs)
+    assert expected or "kernels run encoder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda y: 1.01 * y, lambda y: 1.01 * y - 0.01 * y.detach(), torch.nan_to_num, torch.Tensor.double
-], ids=["values", "gradients", "NaN", "dtype"])  # fmt: skip
+@pytest.mark.parametrize("spoil", [lambda y: 1.01 * y, lambda y: 1.01 * y - 0.01 * y.detach(), torch.nan_to_num])
 @pytest.mark.parametrize("make", [ResidualBlock, row(conv(16), pool())], ids=["block", "pair"])
 def test_kernels_that_compute_something_else_are_not_used(make, spoil, monkeypatch):
     """Compiled wrongly for this processor, say."""
     use_kernels(monkeypatch, lambda name, y: spoil(y))
     theirs, ours = made(make)
-    assert kinds(ours) == kinds(theirs)
+    assert str(ours) == str(theirs)
 
 
-def test_the_note_names_what_has_no_kernel_and_rows_can_be_cut(ran, capsys):
-    theirs, ours = made(row(conv(3), pool(), conv(16, 48), lambda: ResidualBlock(48)))
-    names = "encoder.2, encoder.3.conv0, encoder.3.conv1"
-    assert capsys.readouterr().err == f"note: PyTorch's own kernels run {names}: ours cannot\n"
-    check_equal(ours, theirs, images())
-    check_ran(ran, "pair")
-    for part, channels in ((0, 3), (slice(1), 3), (slice(1, 3), 16)):
-        assert torch.equal(ours[part](images(channels)), theirs[part](images(channels)))
-
-
-# ----------------------------------------------------------------------------------------- what comes after accelerate
-
-
-class Scaled(ResidualBlock):
-    scale = 1.0
-
-    def forward(self, x):
-        y = self.conv1(F.relu(self.conv0(F.relu(x))))
-        return x + y if self.training else x + self.scale * y
-
-
-network = row(conv(3), pool(), Scaled)
+network = row(conv(3), pool(), ResidualBlock)
 
 
 def load(row):
@@ -352,43 +258,18 @@ def load(row):
     return row
 
 
-def pickled(row):
-    buffer = io.BytesIO()
-    torch.save(row, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def normalise_weights_and_stop(row):
-    """The weight comes after the bias then."""
-    parametrizations.weight_norm(row[2].conv0)
-    parametrize.remove_parametrizations(row[2].conv0, "weight")
-
-
-def give_1x1_and_5x5(row):
-    row[2].conv0.weight = nn.Parameter(torch.randn(16, 16, 1, 1))
-    row[2].conv1.weight = nn.Parameter(torch.randn(16, 16, 5, 5))
-
-
 CHANGES = {  # what is done, and which kernels run then
-    "evaluated": (lambda row: row.eval(), "pair block"),
-    "loaded": (load, "pair block"),
     "copied": (lambda row: load(copy.deepcopy(row)), "pair block"),
-    "pickled": (lambda row: load(pickled(row)), "pair block"),
+    "pickled": (lambda row: load(pickle.loads(pickle.dumps(row))), "pair block"),
+    "cut": (lambda row: row[:2], "pair"),
     "float64": (lambda row: row.double(), ""),
-    "old spectral norm": (lambda row: spectral_norm(row[2].conv0), "pair"),
     "spectral norm": (lambda row: parametrizations.spectral_norm(row[2].conv1), "pair"),
-    "weight norm and back": (normalise_weights_and_stop, "pair"),
     "a forward": (lambda row: setattr(row[2], "forward", row[2].conv0.forward), "pair"),
     "a convolution's forward": (lambda row: setattr(row[2].conv1, "forward", row[2].conv0.forward), "pair"),
-    "an attribute in evaluation": (lambda row: setattr(row.eval()[2], "scale", 0.5), "pair"),
-    "more for a convolution": (lambda row: setattr(row[2], "conv1", nn.Sequential(conv()(), nn.ReLU())), "pair"),
+    "an attribute": (lambda row: setattr(row[2], "scale", 0.5), "pair"),
     "no bias": (lambda row: setattr(row[2].conv0, "bias", None), "pair"),
-    "1x1 and 5x5": (give_1x1_and_5x5, "pair"),
     "a pool's stride": (lambda row: setattr(row[1], "stride", 3), "block"),
-    "a pool's forward": (lambda row: setattr(row[1], "forward", nn.AvgPool2d(3, 2, 1).forward), "block"),
     "a layer between": (lambda row: row.insert(1, nn.Tanh()), "block"),
-    "a hook that goes": (lambda row: row[0].register_forward_hook(HOOKS["forward_hook"]).remove(), "pair block"),
 }
 for place, expected in {"0": "block", "1": "block", "2": "pair block", "2.conv0": "pair"}.items():
     for name in HOOKS:
@@ -396,7 +277,7 @@ for place, expected in {"0": "block", "1": "block", "2": "pair block", "2.conv0"
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
-def test_changes_after_accelerate_count(change, expected, ran, capsys):
+def test_changes_after_accelerate_count(change, expected, ran):
     """A copy can be accelerated again. What is copied stays as it was."""
     theirs, ours = made(network)
     changed = []
@@ -405,38 +286,24 @@ def test_changes_after_accelerate_count(change, expected, ran, capsys):
         result = change(module)
         changed.append(result if isinstance(result, nn.Sequential) else module)
     assert changed[1].state_dict().keys() == changed[0].state_dict().keys()
-    before = kinds(changed[1])
+    before = str(changed[1])
     accelerate(Agent(changed[1]), "auto")
-    assert kinds(changed[1]) == before
+    assert str(changed[1]) == before
     x = images().to(ours[0].bias.dtype)
     check_equal(changed[1], changed[0], x)
     check_ran(ran, expected)
     check_equal(changed[1], changed[0], x.contiguous())  # which runs as it is written
     check_ran(ran, "")
     check_equal(ours, theirs, x)
-    check_equal(ours, theirs, x.contiguous())
 
 
-def test_what_keeps_kernels_away(ran):
-    """Hooks for all modules, frames of another dtype than autocast's, and calls that only the written block knows."""
+def test_hooks_for_all_modules_and_calls_that_only_the_written_block_knows(ran):
     theirs, ours = made(network)
-    calls = []
-    with torch.nn.modules.module.register_module_forward_hook(lambda layer, *_: calls.append(type(layer))):
-        ours(images())
-    assert calls.count(nn.Conv2d) == 3
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.nn.modules.module.register_module_forward_hook(lambda *given: None):
         assert torch.equal(ours(images()), theirs(images()))
-    check_ran(ran, "")
     theirs, ours = made(Renamed)
     assert ours.width() == 16
     assert torch.equal(ours(frames=images(16)), theirs(images(16)))
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        ours(images(16), scale=2)
-    with pytest.raises(AttributeError, match="no attribute 'height'"):
-        ours.height()
-    ours.last = conv(16, 32)()
-    with pytest.raises(RuntimeError, match="must match"):
-        ours(images(16))
     check_ran(ran, "")
 
 
@@ -444,56 +311,36 @@ def test_what_pytorch_traces_compiles_or_transforms_holds_pytorchs_operations(ra
     theirs, ours = made(network)
     x = images()
     expected = theirs(x)
-    found = [
-        torch.fx.symbolic_trace(nn.Sequential(ours))(x),
-        make_fx(ours)(x)(x),
-        torch.jit.trace(ours, x, check_trace=False)(x),
-    ]
-    found.append(torch.compile(ours, backend="aot_eager", fullgraph=True)(x))
-    for strict in (False, True):
-        program = torch.export.export(ours, (x,), strict=strict)
-        found.append(program.module()(x))
-        assert program.state_dict.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(each, expected) for each in found)
-    gradients = torch.func.grad(lambda each: torch.func.functional_call(ours, each, x).sum())
-    expected.sum().backward()
-    for name, gradient in gradients(dict(ours.named_parameters())).items():
-        assert torch.equal(gradient, theirs.get_parameter(name).grad)
+    exported = torch.export.export(ours, (x,), strict=True)
+    assert exported.state_dict.keys() == theirs.state_dict().keys()
+    for compiled in (
+        torch.fx.symbolic_trace(nn.Sequential(ours)),
+        make_fx(ours)(x),
+        torch.jit.trace(ours, x, check_trace=False),
+        torch.compile(ours, backend="aot_eager", fullgraph=True),
+        lambda x: torch.func.vjp(ours, x)[0],
+        exported.module(),
+        torch.export.export(ours, (x,), strict=False).module(),
+    ):
+        assert torch.equal(compiled(x), expected)
     check_ran(ran, "")
 
 
-# -------------------------------------------------------------------------------------------- modes, graphs and memory
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta", "no compiler"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mode", ["auto", "eager", "compile", "cudagraphs"])
-def test_modes(mode, device, ran, monkeypatch, capsys):
-    """On a CPU the kernels run in eager mode, and on devices that they do not know never. There is no note."""
+def test_modes(mode, device, ran, monkeypatch):
+    """On a CPU the kernels run in eager mode, and on devices that they do not know never."""
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((self, options)))
     agent = Agent(impala_cnn())
     agent.value_encoder, agent.mlp_encoder, agent.other = impala_cnn(), nn.Linear(1, 1), impala_cnn()
-    if device == "no compiler":
-        monkeypatch.setattr(modules, "build", lambda: None)
-    else:
-        agent.to(device)
-    accelerate(agent, mode)
+    with torch._dynamo.config.patch(suppress_errors=False):
+        accelerate(agent.to(device), mode)
+        assert torch._dynamo.config.suppress_errors == (mode == "compile")  # what does not compile runs as it is
     fast = sum(isinstance(layer, modules.FastSequential | modules.FastBlock) for layer in agent.modules())
     assert fast == (21 if device == "cpu" and mode in ("auto", "eager") else 0)
     encoders = [agent.encoder, agent.value_encoder] if mode == "compile" else []
     assert compiled == [(encoder, {"dynamic": False}) for encoder in encoders]
-    assert not capsys.readouterr().err
-
-
-def test_an_encoder_that_does_not_compile_runs_as_it_is(monkeypatch):
-    def fail(graph, inputs):
-        raise RuntimeError("no such backend")
-
-    theirs, compile = network(), nn.Module.compile
-    agent = Agent(copy.deepcopy(theirs))
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile(self, **options | {"backend": fail}))
-    accelerate(agent, "compile")
-    assert torch.equal(agent.encoder(images()), theirs(images()))
 
 
 def test_a_recorded_method_belongs_to_its_agent():
@@ -503,71 +350,61 @@ def test_a_recorded_method_belongs_to_its_agent():
     record_calls(agent, "compile")
     assert isinstance(agent.encode, types.MethodType)
     record_calls(agent, "cudagraphs")
-    before = agent.get_action, agent.encode
-    assert [type(each) for each in before] == [Recorded, RecordedEncode]
-    record_calls(agent, "cudagraphs")
-    assert (agent.get_action, agent.encode) == before
+    assert [type(agent.get_action), type(agent.encode)] == [Recorded, RecordedEncode]
     assert agent.get_action(x).requires_grad
     with torch.no_grad():
         assert torch.equal(agent.get_action(input=x), agent.head(x))
         agent.eval()
         assert torch.equal(agent.get_action(x), agent.head(x))
     twin = copy.deepcopy(agent)
+    record_calls(twin, "cudagraphs")  # which changes nothing
     assert twin.get_action.method().__self__ is twin.head
     assert twin.encode.method().__self__ is twin
     gone = weakref.ref(twin)
-    gc.disable()
     del twin
-    gc.enable()
     assert gone() is None
 
 
 def test_which_passes_of_an_encoder_are_recorded(monkeypatch):
-    """Those with gradients and without hooks, of four shapes; those that are frozen, too, later on."""
+    """Training passes without hooks, of up to four kinds: shapes, and parameters that have gradients."""
     recorded = []
     busy = types.SimpleNamespace(pending=lambda: "a backward pass")  # not to be played back
     monkeypatch.setattr(graphs, "Recording", lambda method, *inputs: recorded.append(inputs) or busy)
     agent, x = Agent(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))), torch.ones(5, 3)
     encode = RecordedEncode(agent.encode)
 
-    def records(obs=x):
+    def records(obs):
         before = len(recorded)
         assert torch.equal(encode(agent.encoder, obs), agent.encode(agent.encoder, obs))
         return len(recorded) > before
 
     with torch.no_grad():
-        assert not records()
+        assert not records(x)
     agent.encoder.eval()
-    assert not records()
+    assert not records(x)
     agent.encoder.train()
     assert not records(x.clone().requires_grad_())
     hook = agent.encoder[0].register_forward_hook(lambda *arguments: None)
-    assert not records()
+    assert not records(x)
     hook.remove()
+    assert [records(x), records(x)] == [True, False]
+    agent.encoder[1].requires_grad_(False)
+    assert [records(x[:size]) for size in (5, 5, 4, 3, 2)] == [True, False, True, True, False]
     agent.encoder.requires_grad_(False)
-    assert not records()
-    agent.encoder[1].requires_grad_()
-    assert [records(), records()] == [True, False]
-    agent.encoder.requires_grad_()
-    assert [records(x[:size]) for size in (5, 5, 4, 3, 2, 1)] == [True, False, True, True, False, False]
-    assert recorded[0][0] is agent.encoder
+    encode.recordings.clear()
+    assert not records(x)
 
 
 def test_aliases_have_the_gradients_of_parameters_and_none_of_their_hooks():
-    agent, x = Agent(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))), torch.ones(5, 3)
-    agent.unused = nn.Linear(2, 2)
-    agent.encoder[0].requires_grad_(False)
+    agent, x = Agent(nn.Linear(3, 2)), torch.ones(5, 3)
     plain = copy.deepcopy(agent)
     agent.head.weight.register_hook(lambda gradient: pytest.fail("a hook ran"))
-    encode, parameters, aliases = with_aliases(agent.encode, agent.encoder)
-    assert list(map(id, parameters)) == [id(x) for x in agent.parameters() if x.requires_grad]
-    for _ in range(2):
-        found = torch.autograd.grad(encode(x).square().sum(), aliases, allow_unused=True)
-        used = [*plain.encoder[1].parameters(), *plain.head.parameters()]
-        assert all(map(torch.equal, found, torch.autograd.grad(plain.encode(plain.encoder, x).square().sum(), used)))
-        assert found[4:] == (None, None)
-        for each in (agent, plain):
-            each.encoder[1].weight.data += 1  # in place
+    encode, _, aliases = with_aliases(agent.encode, agent.encoder)
+    agent.encoder.weight.data += 1  # in place
+    plain.encoder.weight.data += 1
+    plain.encode(plain.encoder, x).square().sum().backward()
+    found = torch.autograd.grad(encode(x).square().sum(), aliases)
+    assert all(map(torch.equal, found, [parameter.grad for parameter in plain.parameters()]))
 
 
 def test_a_playback_has_one_backward_pass():
@@ -589,12 +426,5 @@ def test_a_playback_has_one_backward_pass():
     with pytest.raises(TrainingError, match="one backward pass"):
         features.sum().backward()
     features = Playback.apply(recording, x, *parameters)
-    assert recording.pending() is not None
     del features  # no backward pass comes
     assert recording.pending() is None
-
-
-def test_a_c_library_without_mallopt_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    keep_freed_memory()
-    assert "mallopt" in capsys.readouterr().err
