@@ -43,12 +43,6 @@ class CountEnv(gym.Env):
         return 1.0
 
 
-class DoubleEnv(CountEnv):
-    """CountEnv with observations of type float64, as MuJoCo's."""
-
-    observation_space = Box(0, 100, (1,), np.float64)
-
-
 class BitsEnv(CountEnv):
     """A random bit pattern is shown; the reward is the share of bits that the action repeats. 10 steps an episode."""
 
@@ -180,5 +174,5 @@ def small_networks():
 
 for kind in (LuckEnv, ArmEnv, CueEnv, PushEnv):
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind)
-for kind, limit in {CountEnv: 5, DoubleEnv: 5, CrashEnv: 5, SpoiltEnv: 30, BitsEnv: 10}.items():
+for kind, limit in {CountEnv: 5, CrashEnv: 5, SpoiltEnv: 30, BitsEnv: 10}.items():
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind, max_episode_steps=limit)

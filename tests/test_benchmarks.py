@@ -4,13 +4,9 @@ import importlib
 import inspect
 import json
 import re
-import sys
 from dataclasses import replace
 
-import gymnasium as gym
-import numpy as np
 import pytest
-import torch
 
 import collect
 import ppo
@@ -94,25 +90,6 @@ def put_back(monkeypatch):
         return script
 
     return keep
-
-
-@pytest.mark.parametrize("configuration", throughput.CONFIGURATIONS)
-def test_what_configurations_turn_off(configuration, put_back, monkeypatch):
-    """The allocator's settings, our kernels, and the layout of frames in memory."""
-    put_back("ppo")
-    fast, kept, layouts = sys.modules[ppo.accelerate.__module__], [], []
-    monkeypatch.setattr(fast, "keep_freed_memory", lambda: kept.append("memory"))
-    script, args, _ = throughput.configure(JOB | {"algorithm": "ppo", "configuration": configuration})
-    plain = configuration.startswith("plain")
-    assert plain == (args.micro_batch_size is not None)
-    agent = script.Agent(gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15), args)
-    classes = [type(module) for module in agent.modules()]
-    script.accelerate(agent, "eager")
-    assert kept == ([] if configuration == "plain" else ["memory"])
-    assert ([type(module) for module in agent.modules()] == classes) == plain
-    agent.encoder.layers.register_forward_pre_hook(lambda _, inputs: layouts.append(inputs[0].is_contiguous()))
-    agent.get_value(torch.zeros(2, 64, 64, 3, dtype=torch.uint8))
-    assert layouts == [configuration in ("plain", "plain+malloc")]
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])

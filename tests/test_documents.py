@@ -82,28 +82,6 @@ def test_links_lead_somewhere_and_commands_are_accepted(document):
             pytest.fail(f"{script} does not accept {words}")
 
 
-def test_broken_links_and_commands_are_found(tmp_path):
-    text = """# One `two`, three
-[a](a.md) [a](a.md#one-two-three) [a](a.md#four) ![b](b.png) `[c](c.md)` [d](https://d.org) [e](#one)
-Run `python ppo.py --seed 2`.
-```bash
-for game in maze heist; do for seed in 1 2; do python ppg.py --env-id $game --seed $seed; done; done
-torchrun --nnodes 2 \\
-    impala.py --num-envs 8 & pid=$!     # not `python x.py`
-pip install -r requirements.txt
-```
-```text
-python ppo.py [x](nowhere)
-```
-"""
-    (tmp_path / "a.md").write_text(text)
-    assert broken_links(tmp_path / "a.md") == ["a.md#four", "b.png", "#one"]
-    expected = [["ppg.py", "--env-id", "maze", "--seed", "1"], ["impala.py", "--num-envs", "8"]]
-    assert commands(text) == [*expected, ["ppo.py", "--seed", "2"]]
-    with pytest.raises(SystemExit):
-        check_command("ppo.py", ["--n-pi", "2"])
-
-
 def test_readme_has_the_measured_speeds():
     text = (ROOT / "README.md").read_text()
     speeds = re.findall(r"^\| .+ default \| (\d+) ", (ROOT / "benchmarks/results/throughput/cpu.md").read_text(), re.M)

@@ -262,16 +262,6 @@ def test_solves_cartpole(num_actors, tmp_path):
     assert evaluate(impala.main(args)) >= (400 if num_actors else 475)
 
 
-def test_learns_multibinary_actions(tmp_path):
-    """TestBits-v0 pays 5 a episode for random bits and 10 for the right ones."""
-    args = impala.Args(
-        runs_dir=str(tmp_path), env_id="TestBits-v0", num_envs=8, num_actors=2, num_steps=16, batch_size=8,
-        queue_size=8, num_minibatches=4, gamma=0.9, norm_reward_gamma=0.9, total_timesteps=80_000, learning_rate=3e-3,
-        anneal_lr=True, device="cpu",
-    )  # fmt: skip
-    assert evaluate(impala.main(args)) > 9.5
-
-
 @pytest.mark.parametrize(("use_lstm", "low", "high"), [(True, 0.95, 1.0), (False, 0.3, 0.7)])
 def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
     args = impala.Args(
