@@ -218,8 +218,6 @@ class Checkpoints:
             raise TrainingError("; ".join([f"{error}: the run stops", model, *unwritten, advice])) from error
 
 
-# ------------------------------------------------------------------------------------------------------ finding a run
-
 # What a resumed run may change. All else is refused, for it would be another run.
 MAY_CHANGE = {
     *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
@@ -307,11 +305,10 @@ def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
         for name, part in parts.items():
             state = resumed.checkpoint["parts"] if isinstance(part, SHARED) else resumed.checkpoint["ranks"][rank]
             part.load_state_dict(state[name])
+    except InputError:
+        raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise InputError(f"--resume {resumed.path}: its checkpoint does not fit this script ({error!r}).") from error
-
-
-# -------------------------------------------------------------------------------------- loading agents and weights
 
 
 def read_model(source: Path | str) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Evaluation on held-out levels. It plays the same first episodes of the same environments each time, with random
-numbers of its own, so that it depends on the agent alone and changes nothing in the run."""
+"""Evaluation on held-out levels: the same episodes each time, by the agent alone; a run does not notice it."""
 
 import copy
 import math
@@ -15,7 +14,7 @@ from common.envs import Envs, check_envs, finished_episodes, make_envs, spread_s
 from common.networks import draw
 from common.run import Run, mean
 
-EVALUATION = 10_000  # in place of a group's number: seeds unlike those of the training environments
+EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
 
 
 class HeldOut:

@@ -93,7 +93,11 @@ class Run:
     def make_meta(self, resumed: Any) -> dict[str, Any]:
         """What `meta.json` says of the run's start, and of each process that has resumed it."""
         here = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
-        meta = here | {"ranks": self.world_size, "resumed": []} | read_json(self.path / "meta.json")
+        first = read_json(self.path / "meta.json")
+        if resumed and not isinstance(first.get("resumed"), list):
+            print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
+            first = {}
+        meta = here | {"ranks": self.world_size, "resumed": []} | first
         if meta["script_sha256"] != here["script_sha256"]:
             print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
         if resumed:
