@@ -54,7 +54,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 from common import InputError
 from common.checkpoint import Kept
 from common.device import to_device
-from common.envs import Envs, finished_episodes
+from common.envs import Envs, Episode, finished_episodes, make_vec
 from common.fast import accelerate
 from common.learning import backward, mean_metrics, micro_batches
 from common.networks import PolicyHead, action_dist, init_layer
@@ -272,6 +272,11 @@ class Agent(nn.Module):
 # ------------------------------------------------------------------------------------------------------------- actors
 
 
+def make_envs(args: Args, num_envs: int, seed: int, render: bool = False) -> gym.vector.VectorEnv:
+    """The environments of training and evaluation. A copy that needs others makes or wraps them here."""
+    return make_vec(args, num_envs, seed, render)
+
+
 class Unroll(NamedTuple):
     """T steps of N environments. `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`."""
 
@@ -290,7 +295,7 @@ class Experience(NamedTuple):
     unroll: Unroll  # of one environment: without dimension N
     version: int  # number of updates that the acting policy had seen
     env: int  # number of the environment
-    episodes: list[tuple[int, float, int]]  # finished ones: t, return (as the environment gave it), length
+    episodes: list[tuple[int, Episode]]  # finished ones, and t
     end: dict[str, Any]  # the states of environment and LSTM after the unroll, to resume from
 
 
@@ -342,8 +347,8 @@ def act(
                 _, truncation_values[t, cut], _ = agent.step(final_obs, state[:, cut])
             obs = to_device(next_obs, device).to(obs_dtype)
             state = state.index_fill(1, torch.as_tensor(np.flatnonzero(dones[t]), device=device), 0)
-            for env, episodic_return, length in finished_episodes(infos):
-                episodes[env].append((t, episodic_return, length))
+            for episode in finished_episodes(infos):
+                episodes[episode.env].append((t, episode))
         frames[num_steps] = obs
         unrolls = Unroll(
             actions=torch.stack(actions),
@@ -590,22 +595,22 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def episodes_of(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple]:
-    """The episodes that ended in a batch which began after `step` steps: step, environment, return, length."""
+def episodes_of(step: int, batch: list[Experience], num_steps: int, world: World) -> list[tuple[int, Episode]]:
+    """The episodes that ended in a batch which began after `step` steps, with their steps."""
     unrolls = Counter(each.env for each in batch)
     earlier = Counter()
     episodes = []
     for each in batch:  # several unrolls of an environment follow each other
-        for t, episodic_return, length in each.episodes:
+        for t, episode in each.episodes:
             after = (earlier[each.env] * num_steps + t + 1) * len(batch) * world.world_size // unrolls[each.env]
-            episodes.append((step + after, each.env, episodic_return, length))
+            episodes.append((step + after, episode._replace(env=each.env)))
         earlier[each.env] += 1
     return sorted(episodes)
 
 
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    with Session(args, __file__) as session:
+    with Session(args, __file__, make_envs) as session:
         # ---- set up
         args, world, device = session.args, session.world, session.device
         envs_per_actor = args.num_envs // max(1, args.num_actors)

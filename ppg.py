@@ -48,7 +48,7 @@ from torch.optim import Adam, Optimizer
 from common import InputError
 from common.checkpoint import ReplayedPhase
 from common.device import frame_store, to_device
-from common.envs import Envs
+from common.envs import Envs, make_vec
 from common.fast import accelerate
 from common.learning import backward, mean_metrics
 from common.networks import PolicyHead, action_dist, init_layer, policy_kl
@@ -250,6 +250,11 @@ class Agent(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------- rollout
+
+
+def make_envs(args: Args, num_envs: int, seed: int, render: bool = False) -> gym.vector.VectorEnv:
+    """The environments of training and evaluation. A copy that needs others makes or wraps them here."""
+    return make_vec(args, num_envs, seed, render)
 
 
 class Rollout(NamedTuple):
@@ -539,7 +544,7 @@ def auxiliary_phase(
 
 def main(args: Args) -> Path:
     """Train and return the run folder. Raises InputError before anything is started, TrainingError if it diverges."""
-    with Session(args, __file__) as session:
+    with Session(args, __file__, make_envs) as session:
         # ---- set up
         args, world, device = session.args, session.world, session.device
         envs = session.make_envs()

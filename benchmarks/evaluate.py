@@ -20,7 +20,8 @@ import math
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,11 +38,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, TrainingError
 from common.checkpoint import load_agent
 from common.device import resolve_device, setup_device
-from common.envs import Envs, finished_episodes, make_envs, open_video, spread_seed
+from common.envs import Envs, Episode, finished_episodes, make_vec, open_video, spread_seed
 from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
 from common.run import write_atomically
 from common.session import one_line_errors
-from common.settings import NotNegative, Positive, Seed, check_limits, flag
+from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits, flag
 
 LAST_LEVEL = 2**31 - 1
 TOLERANCE = 1e-4  # of an exported policy's outputs: PyTorch's kernels and ours add up in another order
@@ -123,12 +124,12 @@ class Video:
         self.path.write_bytes(self.content.getbuffer())
 
 
-def film(args: Args, agent: torch.nn.Module, env_id: str, device: torch.device, **settings: Any) -> None:
+def film(args: Args, agent: nn.Module, settings: Any, make_envs: Callable, seed: int, device: torch.device) -> None:
     """Write the video, of environments of its own. Raises InputError if that fails."""
     columns, rows = args.video_grid
-    if columns * rows % (games := len(env_id.split(","))):
+    if columns * rows % (games := len(settings.env_id.split(","))):
         raise InputError(f"--video-grid {columns} {rows} cannot be shared by {games} games: use a multiple of {games}.")
-    envs = make_envs(env_id, columns * rows, capture_video=True, **settings)
+    envs = Envs(make_envs(settings, columns * rows, seed, render=True))
     fps = envs.metadata.get("render_fps", 30)
     frames_left = iter(range(math.ceil(args.video_seconds * fps)))
     try:
@@ -138,7 +139,7 @@ def film(args: Args, agent: torch.nn.Module, env_id: str, device: torch.device, 
             if next(frames_left, None) is not None:
                 video.add(envs.render())
 
-        HeldOut(envs, settings["seed"], device).play(agent, 1, args.greedy, on_step)
+        HeldOut(envs, seed, device).play(agent, 1, args.greedy, on_step)
         video.finish()
     except OSError as error:
         raise InputError(f"--video {args.video} cannot be written ({error.strerror}).") from error
@@ -168,9 +169,9 @@ def export(source: Path, out: Path) -> None:
     """
     if os.path.exists(out):
         raise InputError(f"--export {out} exists: choose another name, or remove it first.")
-    agent, args = load_agent(source)
+    agent, args, make_envs = load_agent(source)
     agent.bf16 = False
-    envs = make_envs(args.env_id, 8 * len(args.env_id.split(",")), seed=1, distribution_mode=args.distribution_mode)
+    envs = Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))
     obs = torch.as_tensor(envs.reset(seed=1)[0])
     envs.close()
     inputs = [obs if obs.dim() == 4 else obs.float()]
@@ -225,28 +226,30 @@ def check(args: Args) -> None:
         raise InputError(f"--video-size {args.video_size} is too large for this --video-grid: use at most {largest}.")
 
 
-def play_randomly(envs: Envs, quota: int, seed: int) -> np.ndarray:
-    """Returns and lengths [2, N, quota] of random actions."""
+def play_randomly(envs: Envs, quota: int, seed: int) -> list[list[Episode]]:
+    """The first `quota` episodes of each environment with random actions."""
     envs.reset(seed=seed)
     actions = envs.unwrapped.action_space  # a wrapper's has no bounds
     actions.seed(seed)
     episodes = [[] for _ in range(envs.num_envs)]
     while min(map(len, episodes)) < quota:
-        for env, *return_and_length in finished_episodes(envs.step(actions.sample())[-1]):
-            episodes[env].append(return_and_length)
-    return np.array([each[:quota] for each in episodes]).transpose(2, 0, 1)
+        for episode in finished_episodes(envs.step(actions.sample())[-1]):
+            episodes[episode.env].append(episode)
+    return [each[:quota] for each in episodes]
 
 
-def summarise(returns: np.ndarray, lengths: np.ndarray, games: list[str], mode: str) -> dict[str, float]:
-    """Print and return the figures of each game. Environment i of [N, quota] has played `games[i % len(games)]`."""
+def summarise(played: list[list[Episode]], games: list[str], mode: str) -> dict[str, float]:
+    """Print and return the figures of each game. Environment i has played `games[i % len(games)]`."""
     figures = {}
-    for number, (game, summary) in enumerate(summaries(returns, lengths, games, mode).items()):
+    for number, (game, summary) in enumerate(summaries(played, games, mode).items()):
+        returns = [episode.episodic_return for each in played[number :: len(games)] for episode in each]
         figures |= {
             f"{game} mean": summary["episodic_return"],
             f"{game} standard error": summary["standard_error"],
-            f"{game} IQM": stats.trim_mean(returns[number :: len(games)], 0.25, axis=None),
+            f"{game} IQM": stats.trim_mean(returns, 0.25),
             f"{game} normalised mean": summary["normalized_return"],
             f"{game} mean length": summary["episodic_length"],
+            f"{game} share of levels solved": summary["level_complete"],
         }
     for name, value in figures.items():
         print(f"{name}: {value:.3f}")
@@ -258,10 +261,11 @@ def evaluate_random_policy(args: Args) -> dict[str, float]:
     made, figures = [], {}
     for env_id in args.random_policy:  # all tasks are known before the first is played
         num_envs, quota = share_episodes(args.episodes, args.num_envs, env_id.split(","))
-        made.append((env_id, make_envs(env_id, num_envs, seed=args.seed, distribution_mode=mode), quota))
+        settings = EnvArgs(env_id=env_id, distribution_mode=mode)
+        made.append((env_id, Envs(make_vec(settings, num_envs, args.seed)), quota))
     for env_id, envs, quota in made:
         print(f"random policy: {env_id}, {mode}, {envs.num_envs * quota} episodes", flush=True)
-        figures |= summarise(*play_randomly(envs, quota, args.seed), env_id.split(","), mode)
+        figures |= summarise(play_randomly(envs, quota, args.seed), env_id.split(","), mode)
         envs.close()
     return figures
 
@@ -269,25 +273,24 @@ def evaluate_random_policy(args: Args) -> dict[str, float]:
 def evaluate_agent(args: Args) -> dict[str, float]:
     device = resolve_device(args.device)
     setup_device(device, seed=args.seed)
-    agent, settings = load_agent(args.source, device)
-    games = settings.env_id.split(",")
-    made = {"seed": spread_seed(args.seed, EVALUATION), "distribution_mode": settings.distribution_mode}
-    made |= level_range(settings, args.levels)
+    agent, settings, make_envs = load_agent(args.source, device)
+    games, seed = settings.env_id.split(","), spread_seed(args.seed, EVALUATION)
+    settings = replace(settings, num_threads=None, **level_range(settings, args.levels))
     if args.export is not None:
         export(args.source, args.export)
     if args.video is not None:
-        film(args, agent, settings.env_id, device, **made)
+        film(args, agent, settings, make_envs, seed, device)
     if args.episodes == 0:
         return {}
     num_envs, quota = share_episodes(args.episodes, args.num_envs, games)
-    envs = make_envs(settings.env_id, num_envs, **made)
+    envs = Envs(make_envs(settings, num_envs, seed))
     print(f"{args.source}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("episodes", total=num_envs * quota)
-        held_out = HeldOut(envs, made["seed"], device)
+        held_out = HeldOut(envs, seed, device)
         played = held_out.play(agent, quota, args.greedy, lambda finished: bar.update(task, completed=finished))
     envs.close()
-    return summarise(*played, games, settings.distribution_mode)
+    return summarise(played, games, settings.distribution_mode)
 
 
 def main(args: Args) -> dict[str, float]:

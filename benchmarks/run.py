@@ -57,7 +57,6 @@ PROTOCOLS = {
     "hard-all": (0, 200_000_000, 0),
     "hard-500": (500, 200_000_000, 1_048_576),
 }
-LEVELS = ("distribution_mode", "num_levels", "start_level", "num_threads")
 OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
 LAUNCHER_FLAGS = {
     "local": ("devices", "runs_per_device", "threads", "attempts"),
@@ -173,7 +172,7 @@ def make_jobs(args: Args) -> list[Job]:
     for seed, env_id, algorithm in itertools.product(range(1, args.seeds + 1), args.env_ids, algorithms):
         settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
         settings.validate()
-        check_envs(env_id, settings.num_envs, **{name: getattr(settings, name) for name in LEVELS})
+        check_envs(settings, settings.num_envs)
         if settings.eval_interval:
             held_out_settings(settings)
         jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))

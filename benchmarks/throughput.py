@@ -195,7 +195,7 @@ def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any)
 
     A mark has the step, the time, and the seconds of the clocks so far.
     """
-    make_envs, log = session.make_envs, Run.log
+    make_envs, log = session.Envs, Run.log
 
     def make_timed_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
@@ -207,7 +207,7 @@ def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any)
         synchronize(device)
         marks.append((step, time.perf_counter(), dict(seconds)))
 
-    session.make_envs, Run.log = make_timed_envs, marked_log
+    session.Envs, Run.log = make_timed_envs, marked_log
     script.update = clock(script.update, seconds, "learn", device)
     if script.__name__ == "impala":
         act = script.act

@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from common import InputError, TrainingError
-from common.envs import Envs, make_envs
+from common.envs import Envs
 from common.fast import accelerate
 from common.run import ROOT, Run, lock_folder, require_finite, write_atomically
 from common.settings import flag, read_json
@@ -110,14 +111,16 @@ class RandomStates:
 
 class ReplayedPhase:
     """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
-    again, from `phase.start`, the environments' states. Observations of other environments are saved. `phase` has the
-    rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored."""
+    again, from `phase.start`, the environments' states. Observations of environments that are not `replayable` are
+    saved. `phase` has the rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored."""
 
     def __init__(self, phase: Any, envs: Envs):
         self.phase, self.envs = phase, envs
+        self.save_obs = not envs.replayable
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("actions", "returns") if self.envs.restorable else ("actions", "returns", "obs")
+        self.save_obs = self.save_obs or not self.envs.replayable  # for good, as a phase may have begun replayable
+        names = ("actions", "returns", "obs") if self.save_obs else ("actions", "returns")
         stored = {name: getattr(self.phase, name)[: self.phase.length] for name in names}
         return stored | {"start": self.phase.start}
 
@@ -128,13 +131,15 @@ class ReplayedPhase:
         for name in state.keys() - {"start"}:
             getattr(phase, name)[: phase.length] = state[name]
         if "obs" in state:
+            self.save_obs = True
             return
         end = envs.state_dict()
         envs.load_state_dict(phase.start)
         for k, t in np.ndindex(state["actions"].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
-        if not all(torch.equal(now["env"], then["env"]) for now, then in zip(envs.state_dict(), end, strict=True)):
+        pairs = [(now[key], then[key]) for now, then in zip(envs.state_dict(), end, strict=True) for key in now]
+        if not all(torch.equal(torch.as_tensor(now), torch.as_tensor(then)) for now, then in pairs):
             raise InputError("the environments do not repeat what they did: is another version of them installed?")
 
 
@@ -272,9 +277,10 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
-    """Names of the settings of `args` that differ from `settings`, but for those that may."""
+    """Names of the settings of `args` that differ from `settings`, but for those that may. A setting that is not there
+    is of a later version than `settings`, which had its default."""
     fixed = {name: value for name, value in vars(args).items() if name not in may_differ}
-    return [name for name, value in fixed.items() if name not in settings or settings[name] != value]
+    return [name for name, value in fixed.items() if settings.get(name, getattr(type(args), name, None)) != value]
 
 
 def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
@@ -341,14 +347,14 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
     agent.load_state_dict(own | fits)
 
 
-def load_agent(source: Path | str, device: torch.device | str = "cpu") -> tuple[torch.nn.Module, Any]:
-    """The agent in a run folder, model or checkpoint, in evaluation mode, and its settings (the script's `Args`).
-    Raises InputError if there is no agent, or if the script or its network is not what it was."""
+def load_agent(source: Path | str, device: torch.device | str = "cpu") -> tuple[torch.nn.Module, Any, Callable]:
+    """The agent in a run folder, model or checkpoint, in evaluation mode, its settings (the script's `Args`), and the
+    script's `make_envs`. Raises InputError if there is no agent, or if the script or its network is not what it was."""
     model = read_model(source)
     try:
         script = load_script(model["script"])
         args = script.Args(**model["args"])
-        envs = make_envs(args.env_id, len(args.env_id.split(",")), seed=0)
+        envs = Envs(script.make_envs(args, len(args.env_id.split(",")), seed=0))
         envs.close()
         agent = script.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.load_state_dict(model["agent"])
@@ -356,7 +362,7 @@ def load_agent(source: Path | str, device: torch.device | str = "cpu") -> tuple[
         reason = str(error).partition("\n")[0]
         raise InputError(f"{source} is of another {model['script']} ({reason}): use its commit.") from error
     accelerate(agent, "eager")
-    return agent.eval(), args
+    return agent.eval(), args, script.make_envs
 
 
 def load_script(script: str) -> ModuleType:

@@ -3,9 +3,10 @@ episode has ended, the observation already belongs to the next one, and the rewa
 
 import difflib
 import sys
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -15,32 +16,25 @@ from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, Trans
 
 from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
-from common.settings import HOST_MEMORY
+from common.settings import HOST_MEMORY, EnvArgs, ProcgenArgs, flag
 
 
-def make_envs(
-    env_id: str, num_envs: int, *, seed: int, capture_video: bool = False, pinned: bool = False, **settings: Any
-) -> "Envs":
-    """Make `num_envs` copies of a Procgen game (or of several: "coinrun,maze") or of a Gymnasium task.
+def make_vec(args: EnvArgs, num_envs: int, seed: int, render: bool = False) -> VectorEnv:
+    """Make `num_envs` copies of what `--env-id` names: a Procgen game, several ("coinrun,maze") or a Gymnasium task.
 
-    Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]. Actions are int64
-    [num_envs] for `Discrete`, and [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds
-    here and nowhere else. `infos["episode"]` holds the unnormalised return "r" and the length "l" of each episode that
-    this step has finished, as `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's).
-    `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. `capture_video` films environment 0
-    once `envs.video.folder` is set. `pinned` keeps frames in one buffer of pinned memory, which each step overwrites.
-    `settings` are Procgen's. Raises InputError as `check_envs`, and for a task that cannot be made."""
-    check_envs(env_id, num_envs, **settings)
-    games = env_id.split(",")
-    if set(games) <= set(PROCGEN_GAMES):
-        envs = ProcgenVectorEnv(games, num_envs, seed, render=capture_video, **settings)
+    `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. With `render` they can be drawn.
+    Raises InputError as `check_envs`, and for a task that cannot be made."""
+    check_envs(args, num_envs)
+    if set(args.env_id.split(",")) <= set(PROCGEN_GAMES):
+        envs = ProcgenVectorEnv(args, num_envs, seed, render)
     else:
-        envs = make_gymnasium(env_id, num_envs, capture_video)
-    if isinstance(envs.single_action_space, gym.spaces.Box):
-        envs = ClipAction(envs)
-    elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
-        envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
-    return Envs(RecordFirstEnv(envs) if capture_video else envs, pinned)
+        envs = make_gymnasium(args.env_id, num_envs, render)
+    if args.frame_stack == 1:
+        return envs
+    if len(envs.single_observation_space.shape or ()) < 2:
+        envs.close()
+        raise InputError(f"--frame-stack is for images: leave it out for {args.env_id}.")
+    return FrameStack(envs, args.frame_stack)
 
 
 def spread_seed(seed: int, number: int) -> int:
@@ -48,21 +42,109 @@ def spread_seed(seed: int, number: int) -> int:
     return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) % 2**31
 
 
-def finished_episodes(infos: dict[str, Any]) -> list[tuple[int, float, int]]:
-    """The episodes that a step has finished: environment, return (as the environment gave it), length."""
-    envs = np.flatnonzero(infos.get("_episode", ()))
-    return [(int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env])) for env in envs]
+class Episode(NamedTuple):
+    env: int  # number of the environment
+    episodic_return: float  # as the environment gave it
+    length: int  # steps
+    level_seed: int | None  # the Procgen level that it was played on
+    level_complete: bool | None  # whether it ended because that level was solved
+
+
+def finished_episodes(infos: dict[str, Any]) -> list[Episode]:
+    """The episodes that a step has finished."""
+    episodes = []
+    for env in np.flatnonzero(infos.get("_episode", ())):
+        level = [
+            infos[name][env].item() if name in infos else None for name in ("prev_level_seed", "prev_level_complete")
+        ]
+        episodes.append(Episode(int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]), *level))
+    return episodes
+
+
+class FrameStack(VectorWrapper):
+    """The newest `size` observations of each environment, [size, ...], the oldest first. At the start of an episode all
+    are its first, as with Gymnasium's FrameStackObservation, which is for single environments."""
+
+    def __init__(self, envs: VectorEnv, size: int):
+        super().__init__(envs)
+        space, self.size = envs.single_observation_space, size
+        low, high = np.stack([space.low] * size), np.stack([space.high] * size)
+        self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, envs.num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.frames = np.stack([obs] * self.size, axis=1)
+        return self.frames.copy(), infos
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        ended = terminations | truncations
+        for env in np.flatnonzero(infos.get("_final_obs", ())):
+            infos["final_obs"][env] = np.stack([*self.frames[env, 1:], infos["final_obs"][env]])
+        self.frames = np.concatenate([self.frames[:, 1:], obs[:, None]], axis=1)
+        self.frames[ended] = obs[ended, None]
+        return self.frames.copy(), rewards, terminations, truncations, infos
+
+    def state_dict(self) -> list[dict[str, torch.Tensor]]:
+        return [{"frames": torch.tensor(frames)} for frames in self.frames]
+
+    def load_state_dict(self, states: list[dict[str, torch.Tensor]]) -> None:
+        self.frames = np.stack([state["frames"].numpy() for state in states])
 
 
 class Envs(RecordEpisodeStatistics):
-    """A vector environment with episode statistics and a state to save. `obs` [N, ...] are those that await actions."""
+    """Environments as the scripts use them: `envs`, which reset in the same step, with episode statistics and a state.
 
-    def __init__(self, envs: VectorEnv, pinned: bool = False):
+    Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]; stacks of images
+    [size, height, width, channels] become images of more channels. Actions are int64 [num_envs] for `Discrete`, and
+    [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds here and nowhere else.
+    `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
+    `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
+    those that await actions; `pinned` keeps them in one buffer of pinned memory, which each step overwrites. `video`
+    films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise.
+
+    `layers` are the environment, if it has `state_dict` and `load_state_dict`, as Procgen's has, and its wrappers that
+    have them: a state is a list with a dict for each environment. What has memory needs them to be resumed."""
+
+    def __init__(self, envs: VectorEnv, pinned: bool = False, video: bool = False):
+        if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+            raise InputError(f"{envs} does not reset in the same step: give it AutoresetMode.SAME_STEP.")
+        self.video = RecordFirstEnv(envs) if video else None
+        envs = self.video or envs
+        if isinstance(envs.single_action_space, gym.spaces.Box):
+            envs = ClipAction(envs)
+        elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
+            envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
         super().__init__(envs)
-        self.video = envs if isinstance(envs, RecordFirstEnv) else None
-        self.restorable = isinstance(self.unwrapped, ProcgenVectorEnv)
-        self.pinned = pinned and isinstance(self.single_observation_space, gym.spaces.Box)
+        chain = [envs]
+        while isinstance(chain[-1], VectorWrapper):
+            chain.append(chain[-1].env)
+        self.layers = [each for each in chain if hasattr(each, "state_dict")]
+        self.restorable = hasattr(self.unwrapped, "state_dict")
+        space = self.single_observation_space
+        self.stacks = len(space.shape or ()) == 4 and space.dtype == np.uint8
+        if self.stacks:
+            size, height, width, channels = space.shape
+            self.single_observation_space = gym.spaces.Box(0, 255, (height, width, size * channels), np.uint8)
+            self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, envs.num_envs)
+        self.pinned = pinned and isinstance(space, gym.spaces.Box)
         self.obs = None
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a state of these environments and the actions after it determine all that follows."""
+        return self.restorable and all(getattr(layer, "replayable", True) for layer in self.layers)
+
+    def set_next_level(self, env: int, level: int | None) -> None:
+        """Choose the level of Procgen's environment number `env`, as `ProcgenVectorEnv.set_next_level`."""
+        self.unwrapped.set_next_level(env, level)
+
+    def merge(self, obs: np.ndarray) -> np.ndarray:
+        """Stacks of images [..., size, height, width, channels] as images [..., height, width, size x channels]."""
+        if not self.stacks:
+            return obs
+        return np.moveaxis(obs, -4, -2).reshape(*obs.shape[:-4], *self.single_observation_space.shape)
 
     def keep(self, obs: np.ndarray) -> np.ndarray:
         """Make these observations those that await actions, in pinned memory if the environments keep them there."""
@@ -76,7 +158,7 @@ class Envs(RecordEpisodeStatistics):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         obs, infos = super().reset(seed=seed, options=options)
-        return self.keep(obs), infos
+        return self.keep(self.merge(obs)), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
@@ -85,29 +167,30 @@ class Envs(RecordEpisodeStatistics):
         for name, values in {"an observation": [obs], "a reward": [rewards], "a last observation": last_obs}.items():
             if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in values):
                 raise TrainingError(f"{name} of the environments is NaN or infinite")
-        return self.keep(obs), rewards, terminations, truncations, infos
+        for env in np.flatnonzero(infos.get("_final_obs", ())):
+            infos["final_obs"][env] = self.merge(infos["final_obs"][env])
+        return self.keep(self.merge(obs)), rewards, terminations, truncations, infos
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of each environment. Only Procgen's can be put back; others have a video's number at most."""
-        video = {} if self.video is None else {"episode": self.video.episode}
-        if not self.restorable:
-            return [video] * self.num_envs
-        games = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self.unwrapped.gym3_env.get_state()]
-        columns = games, self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
-        return [
-            {"env": game, "obs": torch.tensor(obs), "return": total, "length": length} | video
-            for game, obs, total, length in zip(*columns, strict=True)
-        ]
+        """The state of each environment: of its layers and, if it can be put back, its observation and statistics."""
+        states = [{} for _ in range(self.num_envs)]
+        if self.restorable:
+            columns = self.obs, self.episode_returns.tolist(), self.episode_lengths.tolist()
+            for state, obs, total, length in zip(states, *columns, strict=True):
+                state |= {"obs": torch.tensor(obs), "return": total, "length": length}
+        for layer in self.layers:
+            for state, own in zip(states, layer.state_dict(), strict=True):
+                state |= own
+        return states
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Put environments that have been reset into `states`. Others than Procgen's start new episodes, and say so."""
-        if self.video is not None:
-            self.video.episode = states[0].get("episode", 0)  # 0: from before Gymnasium's states had it
+        """Put environments that have been reset into `states`. Where that is not possible, they start new episodes."""
+        for layer in self.layers:
+            layer.load_state_dict(states)
         if not self.restorable:
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
             self.reset()  # without a seed: other episodes than the run began with
             return
-        self.unwrapped.gym3_env.set_state([state["env"].numpy().tobytes() for state in states])  # and their levels
         self.keep(np.stack([state["obs"].numpy() for state in states]))
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
@@ -140,33 +223,37 @@ def unknown_env(env_id: str) -> InputError:
     return InputError(f"--env-id {env_id!r} is not known.{hint} {games}; any Gymnasium id (CartPole-v1) works too.")
 
 
-def check_envs(
-    env_id: str, num_envs: int, *, distribution_mode: str = "easy",
-    num_levels: int = 0, start_level: int = 0, num_threads: int | None = None, prefix: str = "",
-) -> None:  # fmt: skip
-    """Raise InputError for settings of `make_envs` that cannot work, or that Procgen aborts on or ignores. `prefix`
+def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
+    """Raise InputError for settings of `make_vec` that cannot work, or that Procgen aborts on or ignores. `prefix`
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
-    games, mode = env_id.split(","), f"--distribution-mode {distribution_mode}"
+    games, mode = args.env_id.split(","), f"--distribution-mode {args.distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
-    known, fixed = PROCGEN_MODES[distribution_mode], distribution_mode == "exploration"
+    known, fixed = PROCGEN_MODES[args.distribution_mode], args.distribution_mode == "exploration"
     lacking = ", ".join(game for game in games if game not in known)
     gymnasium = not set(games) <= set(PROCGEN_GAMES)
     if gymnasium and len(games) > 1:
-        raise unknown_env(env_id)
+        raise unknown_env(args.env_id)
     shared = f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}."
     wrong = {shared: num_envs % len(games)}
     if gymnasium:
-        only = f"--distribution-mode, {levels} and {start} are for Procgen: leave them out for {env_id}."
-        wrong[only] = (distribution_mode, num_levels, start_level) != ("easy", 0, 0)
+        plain = EnvArgs(num_levels=0)
+        names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
+        other = ", ".join(flag(name) for name in names if getattr(args, name) != getattr(plain, name))
+        wrong[f"{other} is for Procgen: leave it out for {args.env_id}."] = other
     else:
+        last = args.start_level + args.num_levels
         wrong |= {
-            f"{lacking} has no {distribution_mode} mode: {mode} works with {', '.join(known)}.": lacking,
+            f"{lacking} has no {args.distribution_mode} mode: {mode} works with {', '.join(known)}.": lacking,
             f"{mode} plays a single game: choose one of {', '.join(games)}.": fixed and len(games) > 1,
-            f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and (num_levels or start_level),
+            f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and last,
             f"--num-envs {num_envs} takes {num_envs / 1000:.0f} GB: lower it.": num_envs * 1e6 > HOST_MEMORY,
-            f"--num-threads {num_threads} is out of range: use 0 to 1024.": not 0 <= (num_threads or 0) <= 1024,
-            f"{start} and {levels} are too large: their sum must stay below 2**31.": start_level + num_levels >= 2**31,
-            f"{start} has no effect while the levels are unlimited: set {levels}, too.": start_level and not num_levels,
+            f"--num-threads {args.num_threads} is out of range: use 0 to 1024.": not 0
+            <= (args.num_threads or 0)
+            <= 1024,
+            f"{start} and {levels} are too large: their sum must stay below 2**31.": last >= 2**31,
+            f"{start} has no effect while the levels are unlimited: set {levels}, too.": (
+                args.start_level and not args.num_levels
+            ),
         }
     for message, holds in wrong.items():
         if holds:
@@ -199,6 +286,12 @@ class RecordFirstEnv(VectorWrapper):
             self.finish_video()
             self.episode += 1
         return obs, rewards, terminations, truncations, infos
+
+    def state_dict(self) -> list[dict[str, int]]:
+        return [{"episode": self.episode}] * self.num_envs
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        self.episode = states[0].get("episode", 0)  # 0: the run was not filmed before
 
     def finish_video(self) -> None:
         if self.file is not None:

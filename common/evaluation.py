@@ -4,16 +4,18 @@ import copy
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from common.envs import Envs, check_envs, finished_episodes, make_envs, spread_seed
+from common.envs import Envs, Episode, check_envs, finished_episodes, spread_seed
 from common.networks import draw
-from common.run import Run, mean
+from common.run import Run, describe, mean
 
+MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
 
 
@@ -26,9 +28,11 @@ class HeldOut:
         self.start = envs.state_dict()
 
     @torch.no_grad()
-    def play(self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda finished: None) -> np.ndarray:
-        """Returns and lengths, float64 [2, N, quota], of each environment's first episodes: the first that end anywhere
-        would over-sample short ones. After each step, `on_step` gets the number of finished episodes."""
+    def play(
+        self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda finished: None
+    ) -> list[list[Episode]]:
+        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones.
+        After each step, `on_step` gets the number of finished episodes."""
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
@@ -42,10 +46,10 @@ class HeldOut:
             _, _, terminations, truncations, infos = self.envs.step(actions.cpu().numpy())
             if state is not None:
                 state[:, torch.as_tensor(terminations | truncations, device=self.device)] = 0
-            for env, *return_and_length in finished_episodes(infos):
-                episodes[env].append(return_and_length)
+            for episode in finished_episodes(infos):
+                episodes[episode.env].append(episode)
             on_step(sum(min(len(each), quota) for each in episodes))
-        return np.array([each[:quota] for each in episodes]).transpose(2, 0, 1).copy()
+        return [each[:quota] for each in episodes]
 
 
 def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int, int]:
@@ -54,59 +58,67 @@ def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int,
     return num_envs, math.ceil(episodes / num_envs)
 
 
-def summaries(returns: np.ndarray, lengths: np.ndarray, games: list[str], mode: str) -> dict[str, dict[str, float]]:
-    """The last columns of `eval.csv` for each game. Environment i of [N, quota] has played `games[i % len(games)]`."""
+def summaries(played: list[list[Episode]], games: list[str], mode: str) -> dict[str, dict[str, float]]:
+    """The last columns of `eval.csv` for each game. Environment i has played `games[i % len(games)]`."""
     found = {}
     for number, game in enumerate(games):
-        of_game = returns[number :: len(games)]
+        episodes = [episode for each in played[number :: len(games)] for episode in each]
+        returns = np.array([episode.episodic_return for episode in episodes])
         found[game] = {
-            "episodes": of_game.size,
-            "episodic_return": of_game.mean(),
-            "standard_error": of_game.std(ddof=1) / of_game.size**0.5 if of_game.size > 1 else math.nan,
-            "episodic_length": lengths[number :: len(games)].mean(),
-            "normalized_return": normalized(of_game.mean(), game, mode),
+            "episodes": len(returns),
+            "episodic_return": returns.mean(),
+            "standard_error": returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else math.nan,
+            "episodic_length": np.mean([episode.length for episode in episodes]),
+            "normalized_return": normalized(returns.mean(), game, mode),
+            "level_complete": share_complete(episodes),
         }
     return found
 
 
-def held_out_settings(args: Any) -> dict[str, Any]:
-    """The settings of `make_envs` for a run's held-out levels. Raises InputError for levels that cannot be."""
-    settings = {"distribution_mode": args.distribution_mode, "num_threads": args.num_threads}
-    settings |= {"num_levels": args.eval_num_levels, "start_level": args.eval_start_level}
-    check_envs(args.env_id, args.num_envs, prefix="eval-", **settings)
-    return settings
+def share_complete(episodes: list[Episode]) -> float:
+    """The share of Procgen episodes that solved their levels; NaN for other environments."""
+    return np.mean([math.nan if each.level_complete is None else each.level_complete for each in episodes])
+
+
+def held_out_settings(args: Any) -> Any:
+    """`args` with a run's held-out levels as levels. Raises InputError for levels that cannot be."""
+    held_out = replace(args, num_levels=args.eval_num_levels, start_level=args.eval_start_level)
+    check_envs(held_out, args.num_envs, prefix="eval-")
+    return held_out
 
 
 class Evaluator:
     """Evaluates an agent, in environments made once. Raises InputError for levels that cannot be."""
 
-    def __init__(self, args: Any, agent: nn.Module, device: torch.device):
+    def __init__(self, args: Any, agent: nn.Module, device: torch.device, make_envs: Callable):
         self.args, self.agent, self.games = args, agent, args.env_id.split(",")
-        settings, seed = held_out_settings(args), spread_seed(args.seed, EVALUATION)
+        held_out, seed = held_out_settings(args), spread_seed(args.seed, EVALUATION)
         first = max(args.start_level, args.eval_start_level)
         last = min(args.start_level + args.num_levels, args.eval_start_level + args.eval_num_levels)
         if first < last or args.distribution_mode == "exploration":  # which has one level
             print("note: evaluations are on levels that the agent trains on: these are not held out", file=sys.stderr)
         num_envs, self.quota = share_episodes(args.eval_episodes, args.num_envs, self.games)
-        self.held_out = HeldOut(make_envs(args.env_id, num_envs, seed=seed, **settings), seed, device)
+        self.held_out = HeldOut(Envs(make_envs(held_out, num_envs, seed)), seed, device)
         self.close = self.held_out.envs.close
 
     def __call__(self, step: int, run: Run) -> None:
         """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones."""
-        metrics, rows, total = {}, [], self.held_out.envs.num_envs * self.quota
+        metrics, rows, shown, total = {}, [], [], self.held_out.envs.num_envs * self.quota
         for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
-            returns, lengths = self.held_out.play(
+            played = self.held_out.play(
                 self.agent, self.quota, greedy, lambda finished: run.show(step, f"evaluation {finished}/{total}")
             )
-            by_game = summaries(returns, lengths, self.games, self.args.distribution_mode)
+            by_game = summaries(played, self.games, self.args.distribution_mode)
             rows += [(policy, game, *summary.values()) for game, summary in by_game.items()]
-            metrics |= {f"{tag}/episodic_return": returns.mean(), f"{tag}/episodic_length": lengths.mean()}
-            metrics[f"{tag}/normalized_return"] = np.mean([each["normalized_return"] for each in by_game.values()])
+            means = {name: np.mean([each[name] for each in by_game.values()]) for name in MEANS}
+            metrics |= {f"{tag}/{name}": value for name, value in means.items()}
             if len(self.games) == 1:  # with several, most training episodes are of the game with the shortest ones
-                metrics[f"{tag}/train_test_gap"] = mean(run.recent) - returns.mean()
+                metrics[f"{tag}/train_test_gap"] = mean(run.recent) - means["episodic_return"]
             else:
                 metrics |= {f"{tag}/episodic_return/{game}": each["episodic_return"] for game, each in by_game.items()}
+            shown.append(describe(means["episodic_return"], means["level_complete"]))
         run.write(step, metrics, {"eval.csv": rows})
+        run.note(f"evaluation at step {step:,}: {shown[0]} (likeliest actions: {shown[1]}); training: {run.summary()}")
 
 
 # Returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588,

@@ -1,11 +1,20 @@
 """Procgen as a Gymnasium vector environment."""
 
+import ctypes
+import importlib.util
 import os
+import struct
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
+
+from common import InputError
+from common.settings import EnvArgs, ProcgenArgs
 
 PROCGEN_GAMES = [
     *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot"),
@@ -20,52 +29,141 @@ PROCGEN_MODES = {
     "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
     "exploration": ["caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"],
 }
+MODE_NUMBERS = {"easy": 0, "hard": 1, "extreme": 2, "memory": 10}
+EXPLORATION_LEVELS = [1259048185, 1561126160, 1949448038, 876640971, 1434825276, 1318677581, 158988835, 1123500215]
+LAST_LEVEL = 2**31 - 1  # the first that is no level
+STATE_SIZE = 2**20  # bytes: the largest state
+# The order of the options in a state, after its version and the game's name.
+STATE_OPTIONS = [
+    *("paint_vel_info", "use_generated_assets", "use_monochrome_assets", "restrict_themes", "use_backgrounds"),
+    *("center_agent", "debug_mode", "distribution_mode", "use_sequential_levels"),
+]
+C_FUNCTIONS = ["int get_state(libenv_env *, int, char *, int);", "void set_state(libenv_env *, int, char *, int);"]
+# Two packages have the same C++ library: procgen-mirror up to Python 3.12, procgen-gym from 3.13 on.
+PACKAGE = "procgen" if importlib.util.find_spec("procgen") else "procgen_gym"
 
 
 class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
-    The last frame of an episode is not reported. Environment i plays `games[i % len(games)]`. `seed` is that of the
-    level draws. C++ threads step all copies: `num_threads`, 0 for the caller's, None for one a core, 8 at most."""
+    The last frame of an episode is not reported. Environment i plays game i modulo their number. `seed` is that of the
+    level draws. C++ threads step all copies: `--num-threads`, 0 for the caller's, None for one a core, 8 at most.
+
+    `infos` hold Procgen's `level_seed` and `prev_level_seed`, int32 [num_envs], and `prev_level_complete`, bool
+    [num_envs]. Where a step has ended an episode, the latter two are about that episode."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012
 
-    def __init__(
-        self, games: list[str], num_envs: int, seed: int, distribution_mode: str = "easy",
-        num_levels: int = 0, start_level: int = 0, num_threads: int | None = None, render: bool = False,
-    ):  # fmt: skip
-        import gym_notices.notices
-
-        gym_notices.notices.notices.clear()  # procgen imports the old gym, which would print that it is deprecated
-        from procgen import ProcgenGym3Env
-
-        self.num_envs = num_envs
+    def __init__(self, args: EnvArgs, num_envs: int, seed: int, render: bool = False):
+        self.games, self.num_envs = args.env_id.split(","), num_envs
         self.render_mode = "rgb_array" if render else None
-        if num_threads is None:
-            num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        options = {"distribution_mode": distribution_mode, "rand_seed": seed, "num_threads": num_threads}
-        if distribution_mode != "exploration":  # which is one fixed level, and refuses these two
-            options |= {"num_levels": num_levels, "start_level": start_level}
-        self.gym3_env = ProcgenGym3Env(num_envs, ",".join(games), render_mode=self.render_mode, **options)
+        self.replayable = True  # whether its state and the actions determine what follows
+        levels, mode = (args.start_level, args.num_levels), args.distribution_mode
+        if mode == "exploration":  # one level of the hard mode
+            levels = dict(zip(PROCGEN_MODES[mode], EXPLORATION_LEVELS, strict=True))[self.games[0]], 1
+            mode = "hard"
+        self.levels = (levels[0], sum(levels)) if levels[1] else (0, LAST_LEVEL)  # the first, and the first beyond
+        self.options = {each.name: getattr(args, each.name) for each in fields(ProcgenArgs)}
+        self.options |= {"distribution_mode": MODE_NUMBERS[mode], "debug_mode": 0}
+        threads = args.num_threads
+        if threads is None:
+            threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        data = Path(importlib.util.find_spec(PACKAGE).origin).parent / "data"
+        options = self.options | {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed}
+        options |= {"env_name": args.env_id, "num_actions": 15, "num_threads": threads, "render_human": render}
+        options |= {"resource_root": f"{data / 'assets'}{os.sep}"}
+        made = {"lib_dir": str(data / "prebuilt"), "num": num_envs, "options": options, "c_func_defs": C_FUNCTIONS}
+        if PACKAGE == "procgen":
+            from gym3.libenv import CEnv
+
+            self.library = CEnv(**made)
+            self.infos = self.library._info
+        else:
+            from procgen_gym.libenv import CLibenv
+
+            self.library = CLibenv(**made)
+            self.infos = self.library.get_info_bufs()
+        self.buffer = bytearray(STATE_SIZE)
         self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-        self.single_action_space = gym.spaces.Discrete(self.gym3_env.ac_space.eltype.n)
+        self.single_action_space = gym.spaces.Discrete(15)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
 
+    def act(self, actions: np.ndarray) -> None:
+        actions = actions.astype(np.int32)
+        self.library.act({"action": actions} if PACKAGE == "procgen" else actions)
+
+    def observe(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Frames, rewards, whether a new episode has begun, and infos."""
+        if PACKAGE == "procgen":
+            rewards, observation, first = self.library.observe()
+        else:
+            first, observation, rewards, _ = self.library.observe()
+        infos = {name: self.infos[name].copy() for name in ("level_seed", "prev_level_seed")}
+        infos["prev_level_complete"] = self.infos["prev_level_complete"].astype(bool)
+        return observation["rgb"], rewards, first.astype(bool), infos
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Return the current frames, uint8 [num_envs, 64, 64, 3]. Procgen starts episodes by itself: this does not."""
-        _, observation, _ = self.gym3_env.observe()
-        return observation["rgb"], {}
+        """Return the current frames, uint8 [num_envs, 64, 64, 3]. Procgen starts episodes by itself: this does not,
+        unless `options` have "levels" [num_envs]. They begin at once, and are played until others are chosen."""
+        if options is not None and "levels" in options:
+            for env, level in enumerate(options["levels"]):
+                self.set_next_level(env, level)
+            self.act(np.full(self.num_envs, -1))  # which ends each episode
+        frames, _, _, infos = self.observe()
+        return frames, infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Take one action in each environment: int [num_envs]."""
-        self.gym3_env.act(actions)
-        rewards, observation, first = self.gym3_env.observe()
-        return observation["rgb"], rewards, first, np.zeros_like(first), {}
+        self.act(actions)
+        frames, rewards, first, infos = self.observe()
+        return frames, rewards, first, np.zeros_like(first), infos
 
     def render(self) -> list[np.ndarray]:
         """The current frame of each environment, uint8 [512, 512, 3]."""
-        return [info["rgb"] for info in self.gym3_env.get_info()]
+        self.library.observe()
+        return list(self.infos["rgb"].copy())
+
+    def get_state(self, env: int) -> bytes:
+        """The whole state of environment number `env`."""
+        if PACKAGE == "procgen":
+            pointer = self.library._ffi.from_buffer(self.buffer)
+        else:
+            pointer = (ctypes.c_char * STATE_SIZE).from_buffer(self.buffer)
+        return bytes(self.buffer[: self.library.call_c_func("get_state", env, pointer, STATE_SIZE)])
+
+    def set_state(self, env: int, state: bytes) -> None:
+        self.library.call_c_func("set_state", env, state, len(state))
+
+    def state_dict(self) -> list[dict[str, torch.Tensor]]:
+        """The state of each environment."""
+        states = [self.get_state(env) for env in range(self.num_envs)]
+        return [{"env": torch.frombuffer(bytearray(state), dtype=torch.uint8)} for state in states]
+
+    def load_state_dict(self, states: list[dict[str, torch.Tensor]]) -> None:
+        for env, state in enumerate(states):
+            self.set_state(env, state["env"].numpy().tobytes())
+
+    def set_next_level(self, env: int, level: int | None) -> None:
+        """Choose the level of the next episode of environment number `env`, and of all that follow, by its seed; None
+        for levels as the environment was made with. The episode that is under way goes on.
+
+        This changes two numbers in the environment's state: the first level that may be drawn, and the first beyond.
+        Raises InputError for a seed that no level has, and where the state is not laid out as Procgen 0.10 does."""
+        first, beyond = self.levels if level is None else (int(level), int(level) + 1)
+        if not 0 <= first < beyond <= LAST_LEVEL:
+            raise InputError(f"level {level} cannot be played: use a number from 0 to {LAST_LEVEL - 1}.")
+        state = bytearray(self.get_state(env))
+        game = self.games[env % len(self.games)].encode()
+        name, place = struct.pack("<ii", 0, len(game)) + game, 60 + len(game)  # version 0
+        options = dict(zip(STATE_OPTIONS, struct.unpack_from("<9i", state, len(name)), strict=True))
+        options["center_agent"] = self.options["center_agent"]  # which games that do not scroll turn off
+        now = struct.unpack_from("<ii", state, place)
+        if not state.startswith(name) or options != self.options or not 0 <= now[0] < now[1] <= LAST_LEVEL:
+            raise InputError("levels cannot be chosen: the states of this version of Procgen are not known.")
+        struct.pack_into("<ii", state, place, first, beyond)
+        self.set_state(env, bytes(state))
+        self.replayable = False
 
     def close_extras(self, **kwargs: Any) -> None:
-        self.gym3_env.close()
-        del self.gym3_env  # here and now: cffi crashes where the garbage collector frees its buffers
+        self.library.close()
+        del self.library, self.infos  # here and now: cffi crashes where the garbage collector frees its buffers

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -27,16 +28,17 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from common import InputError, TrainingError
-from common.envs import finished_episodes
+from common.envs import Episode, finished_episodes
 from common.procgen_env import PROCGEN_GAMES
 from common.settings import flag, preset_args, read_json
 
 ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 CSV_COLUMNS = {  # after "step" and "seconds"
-    "progress.csv": "episodes episodic_return last_100_return",
-    "episodes.csv": "env episodic_return episodic_length",
-    "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return",
+    "progress.csv": "episodes episodic_return last_100_return last_100_level_complete",
+    "episodes.csv": "env episodic_return episodic_length level_seed level_complete",
+    "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return"
+    " level_complete",
 }
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
@@ -57,6 +59,7 @@ class Run:
         self.step, state = (resumed.checkpoint["step"], resumed.checkpoint["run"]) if resumed else (0, {})
         self.waiting = []  # episodes of this rank that are not written yet
         self.recent = deque(state.get("recent", []), maxlen=100)  # returns of the last 100 episodes
+        self.recent_complete = deque(state.get("recent_complete", []), maxlen=100)  # whether they solved their levels
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
         self.path = world.on_rank_zero(lambda: self.open(resumed))
@@ -78,11 +81,12 @@ class Run:
         self.wandb_run = self.track(settings) if self.args.track else None
         self.files = {}
         for name, columns in CSV_COLUMNS.items():
+            header = f"step,seconds,{columns.replace(' ', ',')}\n"
             if resumed:
-                self.cut_log(path / name)
+                self.cut_log(path / name, header)
             self.files[name] = (path / name).open("a", newline="", buffering=1)
             if self.files[name].tell() == 0:
-                self.files[name].write(f"step,seconds,{columns.replace(' ', ',')}\n")
+                self.files[name].write(header)
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
         self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
         if not resumed:
@@ -118,19 +122,22 @@ class Run:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
 
-    def cut_log(self, file: Path) -> None:
-        """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short."""
+    def cut_log(self, file: Path, header: str) -> None:
+        """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short. A log
+        of an older version gets the columns that it lacks, without values."""
         if not file.exists():
             print(f"warning: {file} is gone and starts anew", file=sys.stderr)
             return
-        header, *rows = file.read_text().splitlines(keepends=True) or [""]
+        old_header, *rows = file.read_text().splitlines(keepends=True) or [header]
         kept = [row for row in rows if row[-1] == "\n" and int(row.partition(",")[0]) <= self.step]
-        write_atomically(file, "".join([header, *kept]).encode())
+        end = "," * (header.count(",") - old_header.count(",")) + "\n"
+        write_atomically(file, "".join([header, *(row[:-1] + end for row in kept)]).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics of the episodes. Every rank calls it."""
         self.flush()
-        statistics = {"recent": list(self.recent), "new_returns": self.new_returns.copy()}
+        statistics = {"recent": list(self.recent), "recent_complete": list(self.recent_complete)}
+        statistics["new_returns"] = self.new_returns.copy()
         return statistics | {"num_episodes": self.num_episodes, "seconds": time.monotonic() - self.start}
 
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
@@ -152,25 +159,29 @@ class Run:
 
     def record(self, step: int, infos: Mapping[str, Any]) -> None:
         """Take note of every episode that a step of a vector environment has finished; `flush` writes them."""
-        for env, episodic_return, length in finished_episodes(infos):
-            self.record_episode(step, env, episodic_return, length)
+        for episode in finished_episodes(infos):
+            self.record_episode(step, episode)
         self.show(step)
 
-    def record_episode(self, step: int, env: int, episodic_return: float, length: int) -> None:
-        """Take note of an episode of environment number `env` that finished at `step`."""
-        self.waiting.append((step, self.world.rank * self.args.num_envs + env, episodic_return, length))
+    def record_episode(self, step: int, episode: Episode) -> None:
+        """Take note of an episode that finished at `step`."""
+        self.waiting.append((step, episode._replace(env=self.world.rank * self.args.num_envs + episode.env)))
 
     def flush(self) -> None:
         """Write the episodes that wait on all ranks, in order of time. Every rank calls it."""
         waiting, self.waiting = self.world.all_gather(self.waiting), []
-        for step, env, episodic_return, length in sorted(itertools.chain(*waiting)):
-            scalars = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
+        for step, episode in sorted(itertools.chain(*waiting)):
+            scalars = {"charts/episodic_return": episode.episodic_return, "charts/episodic_length": episode.length}
             if len(self.games) > 1:
-                scalars[f"charts/episodic_return/{self.games[env % len(self.games)]}"] = episodic_return
-            self.write(step, scalars, {"episodes.csv": [(env, episodic_return, length)]})
-            self.recent.append(episodic_return)
-            self.new_returns.append(episodic_return)
+                game = self.games[episode.env % len(self.games)]
+                scalars[f"charts/episodic_return/{game}"] = episode.episodic_return
+            level = episode.level_seed, episode.level_complete and int(episode.level_complete)
+            self.write(step, scalars, {"episodes.csv": [(*episode[:3], *level)]})
+            self.recent.append(episode.episodic_return)
+            self.new_returns.append(episode.episodic_return)
             self.num_episodes += 1
+            if episode.level_complete is not None:
+                self.recent_complete.append(episode.level_complete)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the means over the ranks, which all call this, of an iteration's metrics, and show the progress.
@@ -178,8 +189,11 @@ class Run:
         self.flush()
         values = require_finite(step, self.world.all_reduce_mean(metrics))
         values["charts/SPS"] = step / (time.monotonic() - self.start)
+        solved = None
+        if self.recent_complete:
+            solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        self.write(step, values, {"progress.csv": [returns]})
+        self.write(step, values, {"progress.csv": [(*returns, solved)]})
         self.new_returns.clear()
         self.show(step, last=step >= self.total_steps)
 
@@ -208,7 +222,12 @@ class Run:
         print(line, end="" if terminal else "\n", flush=True)
 
     def summary(self) -> str:
-        return f"return {mean(self.recent):.2f}" if self.recent else "no episode yet"
+        """The mean return of the last 100 episodes, and the share of them that solved their levels."""
+        return describe(mean(self.recent), mean(self.recent_complete)) if self.recent else "no episode yet"
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
 
     def close(self, error: BaseException | None) -> None:
         """Close all files and unlock the folder. Print a summary, unless an error ended the run. Raises OSError if the
@@ -241,6 +260,11 @@ def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> di
         if not np.isfinite(value):
             raise TrainingError(f"{tag} is {value} at step {step:,}")
     return values
+
+
+def describe(episodic_return: float, level_complete: float) -> str:
+    """A mean return, and the share of solved levels; NaN for environments without levels."""
+    return f"return {episodic_return:.2f}" + ("" if math.isnan(level_complete) else f", {level_complete:.0%} solved")
 
 
 def mean(values: Collection[float]) -> float:

@@ -20,7 +20,7 @@ from torch import nn
 from common import InputError, TrainingError
 from common.checkpoint import Checkpoints, RandomStates, find_run, load_parts, load_weights
 from common.device import resolve_device, resolve_precision, setup_device
-from common.envs import Envs, make_envs, spread_seed
+from common.envs import Envs, spread_seed
 from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
 from common.run import ROOT, Run
@@ -39,8 +39,9 @@ class Session:
     returns whether an actor hangs in one. Raises InputError, before anything is written, for settings that cannot
     work or a run that cannot be resumed."""
 
-    def __init__(self, args: Any, script: str):
+    def __init__(self, args: Any, script: str, make_envs: Callable):
         args.validate()
+        self.make_vector_env = make_envs
         self.device = resolve_device(args.device)
         if args.accelerate == "cudagraphs" and self.device.type != "cuda":
             raise InputError(f"--accelerate cudagraphs needs a CUDA GPU, not {self.device}: use eager or compile.")
@@ -62,10 +63,9 @@ class Session:
     def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs:
         """Make and reset `num_envs` environments (None: all) of actor `number`."""
         args, num_envs = self.args, num_envs or self.args.num_envs
-        settings = {name: getattr(args, name) for name in ("distribution_mode", "num_levels", "start_level")}
-        settings |= {"num_threads": args.num_threads, "capture_video": args.capture_video and number == 0}
-        seed, pinned = spread_seed(self.seed, number), self.device.type == "cuda"
-        envs = make_envs(args.env_id, num_envs, seed=seed, pinned=pinned, **settings)
+        video = args.capture_video and number == 0
+        envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), video)
+        envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
         self.envs.append(envs)
         self.exits.callback(envs.close)
         envs.reset(seed=self.seed + number * num_envs)
@@ -88,7 +88,7 @@ class Session:
         args, world, resumed = self.args, self.world, self.resumed
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         if args.eval_interval and world.rank == 0:
-            self.evaluator = Evaluator(args, agent, self.device)
+            self.evaluator = Evaluator(args, agent, self.device, self.make_vector_env)
             self.exits.callback(self.evaluator.close)
         if resumed:
             load_parts(parts, resumed, world.rank)

@@ -33,7 +33,27 @@ Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lamb
 
 
 @dataclass
-class EnvArgs:
+class ProcgenArgs:
+    """Procgen"""
+
+    use_backgrounds: bool = True
+    """draw the games' backgrounds; without them they are black"""
+    restrict_themes: bool = False
+    """draw the same theme in all levels, in games that have several"""
+    use_monochrome_assets: bool = False
+    """draw rectangles of one colour in place of pictures"""
+    center_agent: bool = True
+    """keep the agent in the centre of the frame, in games that scroll; without it the frame shows the whole level"""
+    paint_vel_info: bool = False
+    """paint the agent's velocity into the frame's upper left corner, in games with platforms"""
+    use_generated_assets: bool = False
+    """draw generated pictures in place of the games' own"""
+    use_sequential_levels: bool = False
+    """play on when a level is solved: the episode goes on with the level after it"""
+
+
+@dataclass
+class EnvArgs(ProcgenArgs):
     """environment"""
 
     env_id: str = "starpilot"
@@ -48,6 +68,8 @@ class EnvArgs:
     """C++ threads that step Procgen's environments (IMPALA: of each actor); None: one a core, at most 8"""
     num_envs: Positive[int] = 64
     """number of environments, of each rank (N); IMPALA's actors share them evenly"""
+    frame_stack: Positive[int] = 1
+    """number of newest frames that an observation holds (image tasks only)"""
 
 
 @dataclass
@@ -87,7 +109,7 @@ class IntrinsicArgs:
 
 
 @dataclass
-class RunArgs:
+class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     """run"""
 
     exp_name: str = "run"

@@ -27,8 +27,9 @@ if "PRELOAD" in os.environ:  # in the server that the processes are forked from
     import torch._dynamo  # noqa: F401  (which PyTorch does when it makes the first optimizer)
 
     from common.procgen_env import ProcgenVectorEnv
+    from common.settings import EnvArgs
 
-    ProcgenVectorEnv(["coinrun"], 1, seed=0, num_threads=0).close()  # the assets; starts no thread
+    ProcgenVectorEnv(EnvArgs(env_id="coinrun", num_threads=0), 1, seed=0).close()  # the assets; starts no thread
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import shlex
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import impala
 import ppg
 import ppo
 from common.checkpoint import load_agent
-from common.envs import make_envs
+from common.envs import Envs, make_vec
 from common.evaluation import HeldOut
 from common.run import command
+from common.settings import EnvArgs
 
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -86,16 +88,21 @@ def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
 
 def evaluate(run_dir: Path, episodes: int = 20) -> float:
     """Mean return of the most probable actions over the first episode of each of `episodes` unseen environments."""
-    agent, args = load_agent(run_dir)
-    held_out = HeldOut(make_envs(args.env_id, episodes, seed=10_000), 10_000, torch.device("cpu"))
-    returns, _ = held_out.play(agent, 1, greedy=True)
+    agent, args, make_envs = load_agent(run_dir)
+    held_out = HeldOut(Envs(make_envs(args, episodes, seed=10_000)), 10_000, torch.device("cpu"))
+    played = held_out.play(agent, 1, greedy=True)
     held_out.envs.close()
-    return float(returns.mean())
+    return statistics.mean(each[0].episodic_return for each in played)
+
+
+def make_envs(env_id: str, num_envs: int, seed: int, render: bool = False, **settings: Any) -> Envs:
+    """Environments as a script makes them."""
+    return Envs(make_vec(EnvArgs(env_id=env_id, **settings), num_envs, seed, render), video=render)
 
 
 def level_seeds(envs):
     """The seed of the level that each of Procgen's environments plays."""
-    return [info["level_seed"] for info in envs.unwrapped.gym3_env.get_info()]
+    return envs.unwrapped.infos["level_seed"].tolist()
 
 
 def wait_until(condition, seconds=120):

@@ -33,11 +33,22 @@ import ppo
 from common import InputError, TrainingError
 from common.checkpoint import load_script, newest_checkpoint, runs_of
 from common.device import resolve_precision
-from common.envs import make_envs
 from common.run import ROOT, Run, command, lock_folder
 from common.settings import parse
 from conftest import SpoiltEnv
-from helpers import ALL, SCRIPTS, checkpoints, flags, newest, parameters, read_csv, read_json, read_scalars, resumed_at
+from helpers import (
+    ALL,
+    SCRIPTS,
+    checkpoints,
+    flags,
+    make_envs,
+    newest,
+    parameters,
+    read_csv,
+    read_json,
+    read_scalars,
+    resumed_at,
+)
 
 AUTO = resolve_precision("auto", torch.device("cpu"))
 OTHER = "fp32" if AUTO == "bf16" else "bf16"

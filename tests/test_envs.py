@@ -7,10 +7,9 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 import fast
-from common.envs import make_envs
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES
 from conftest import StillEnv
-from helpers import level_seeds
+from helpers import level_seeds, make_envs
 
 
 def procgen_envs(env_id, num_envs, seed=0, **settings):

@@ -17,10 +17,10 @@ import ppg
 import ppo
 from common import InputError, TrainingError
 from common.checkpoint import load_agent
-from common.envs import make_envs, spread_seed
+from common.envs import spread_seed
 from common.evaluation import EVALUATION, HeldOut
 from common.run import ROOT, lock_folder
-from helpers import ALL, level_seeds, small_args
+from helpers import ALL, level_seeds, make_envs, small_args
 
 
 def train(script, runs_dir, env_id, **settings):
@@ -102,7 +102,7 @@ def test_a_video(bossfight, tmp_path):
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     assert len(frames) == 6
     assert frames[0].shape == (512, 1024, 3)
-    envs = make_envs("bossfight", 2, seed=spread_seed(1, EVALUATION), capture_video=True)
+    envs = make_envs("bossfight", 2, seed=spread_seed(1, EVALUATION), render=True)
     # the first frame is that after a step, nearly the first of all
     assert abs(frames[0].astype(float) - np.concatenate(envs.render(), axis=1)).mean() < 12
     envs.close()
@@ -180,7 +180,7 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
     with pytest.raises(InputError, match=f"^--export {model} exists: choose another name, or remove it first.$"):
         evaluate.main(evaluate.Args(model, export=model))
     assert model.read_bytes() == content
-    trace, (agent, _) = torch.jit.trace, load_agent(model)
+    trace, (agent, *_) = torch.jit.trace, load_agent(model)
     for change, error in ((1e-3, r"0\.001"), (torch.nan, "nan")):
         agent.policy_head.linear.bias.data += change
         monkeypatch.setattr(torch.jit, "trace", lambda policy, inputs: trace(evaluate.Policy(agent).eval(), inputs))
@@ -196,7 +196,7 @@ def test_exported_policies_give_the_same_logits(tmp_path):
         folder = folders[case] = tmp_path / case
         run_dir = train(script, folder / "runs", **settings)
         assert evaluate.main(evaluate.Args(run_dir, episodes=0, export=folder / "policy.pt")) == {}
-        agent, args = load_agent(run_dir)
+        agent, args, _ = load_agent(run_dir)
         agent.bf16 = False
         obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8) if len(shape) == 3 else torch.randn(5, *shape)
         inputs = (obs, torch.randn(2, 5, args.feature_dim)) if case == "lstm" else (obs,)

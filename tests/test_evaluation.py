@@ -10,10 +10,9 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 import impala
 import ppo
-from common.envs import make_envs
 from common.evaluation import RETURN_RANGES, Evaluator, HeldOut, draw, normalized, share_episodes
 from common.procgen_env import PROCGEN_GAMES
-from helpers import ALL, deterministic_files, level_seeds, parameters, read_csv, read_scalars
+from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars
 from test_checkpoint import make_args
 
 CPU = torch.device("cpu")

@@ -101,7 +101,7 @@ def test_it_trains_and_is_evaluated_and_exported(name, trained, tmp_path):
     figures = evaluate.main(evaluate.Args(run_dir, episodes=2, num_envs=2, device="cpu"))
     assert math.isfinite(figures[f"{settings['env_id']} mean"])
     evaluate.export(run_dir, tmp_path / "policy.pt")
-    agent, _ = load_agent(run_dir)
+    agent, *_ = load_agent(run_dir)
     shape = (16, 16, 1) if name == "own_environment" else (64, 64, 3)
     obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)
     with torch.no_grad():

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import impala
-from common.envs import make_envs
 from common.networks import action_dist
 from common.reward_scale import RewardNormalizer
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script
-from helpers import evaluate, level_seeds, read_csv, read_scalars, small_args, wait_until
+from helpers import evaluate, level_seeds, make_envs, read_csv, read_scalars, small_args, wait_until
 
 # ------------------------------------------------------------------------------------------------------------- learner
 

@@ -147,7 +147,7 @@ def test_a_file_alone_is_the_agent(source, finished, tmp_path):
     """A model or a checkpoint in an empty folder; or the run folder."""
     files = {"model": finished.path / "model.pt", "checkpoint": next(finished.path.glob("checkpoints/*.pt"))}
     place = finished.path if source == "folder" else shutil.copy(files[source], tmp_path / "some.pt")
-    agent, args = load_agent(place)
+    agent, args, _ = load_agent(place)
     assert args == finished.args
     assert not agent.training
     trained = finished.agent.state_dict()

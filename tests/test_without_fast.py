@@ -25,7 +25,7 @@ sizes = {{"num_steps": 8, "n_pi": 2, "queue_size": 4, "num_envs": 2}}
 for env_id in ("CartPole-v1", "starpilot"):
     evaluations = {{"eval_interval": 16, "eval_episodes": 2}}
     args = small_args(script, sys.argv[1], sizes, env_id=env_id, total_timesteps=32, **evaluations)
-    _, settings = load_agent(script.main(args))
+    _, settings, _ = load_agent(script.main(args))
     assert settings.env_id == env_id
 assert not any(name.startswith("common.fast") for name in sys.modules)
 """

@@ -11,15 +11,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 from common.checkpoint import load_agent
-from common.envs import make_envs
 
 
 @torch.no_grad()
 def frames(path: str) -> torch.Tensor:
     """Frames uint8 [256, 64, 64, 3]: those of every 40th step."""
     torch.manual_seed(1)
-    agent, args = load_agent(path)
-    envs = make_envs(args.env_id, num_envs=64, seed=2, distribution_mode=args.distribution_mode)
+    agent, args, make_envs = load_agent(path)
+    envs = make_envs(args, num_envs=64, seed=2)
     obs, _ = envs.reset()
     kept = []
     for step in range(1, 161):
@@ -35,7 +34,7 @@ if __name__ == "__main__":
     obs = frames(sys.argv[1])
     print("agent,feature_norm,logit_std,value")
     for path in sys.argv[1:]:
-        agent, _ = load_agent(path)
+        agent, *_ = load_agent(path)
         with torch.no_grad():
             features = agent.encode(agent.encoder, obs)
             logits = agent.policy_head(features)
