@@ -239,7 +239,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
         plain = EnvArgs(num_levels=0)
         names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
         other = ", ".join(flag(name) for name in names if getattr(args, name) != getattr(plain, name))
-        wrong[f"{other} is for Procgen: leave it out for {args.env_id}."] = other
+        wrong[f"Flags are for Procgen: leave them out for {args.env_id} ({other})."] = other
     else:
         last = args.start_level + args.num_levels
         wrong |= {

@@ -600,7 +600,7 @@ def test_closed_environments_are_freed_at_once():
     """The garbage collector need not: cffi's buffers can crash it."""
     envs = make_envs("coinrun", 1, seed=0)
     envs.reset()
-    freed = [weakref.ref(envs), weakref.ref(envs.unwrapped.gym3_env)]
+    freed = [weakref.ref(envs), weakref.ref(envs.unwrapped.library)]
     gc.disable()
     envs.close()
     del envs

@@ -1,5 +1,7 @@
 """Procgen and Gymnasium behind one interface, and videos."""
 
+import functools
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -7,13 +9,24 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 import fast
-from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES
-from conftest import StillEnv
+from common import InputError
+from common.envs import Envs, finished_episodes
+from common.procgen_env import EXPLORATION_LEVELS, MODE_NUMBERS, PROCGEN_GAMES, PROCGEN_MODES
+from conftest import CountEnv, StillEnv
 from helpers import level_seeds, make_envs
 
 
 def procgen_envs(env_id, num_envs, seed=0, **settings):
     return make_envs(env_id, num_envs, seed=seed, **{"num_threads": 0} | settings)
+
+
+class CountedFrames(CountEnv):
+    """RGB frames [5, 4, 3] of which each is another."""
+
+    observation_space = gym.spaces.Box(0, 255, (5, 4, 3), np.uint8)
+
+    def observe(self):
+        return self.np_random.integers(0, 256, (5, 4, 3), np.uint8)
 
 
 def random_actions(num_steps, num_envs):
@@ -55,7 +68,7 @@ def test_procgen_levels_stay_in_range():
 def test_procgen_env_i_plays_game_i(games):
     envs = procgen_envs(",".join(games), 6)
     # A saved state begins with 4 bytes, the length of the game's name, and the name itself.
-    states = envs.unwrapped.gym3_env.get_state()
+    states = [envs.unwrapped.get_state(env) for env in range(6)]
     played = [state[8 : 8 + int.from_bytes(state[4:8], "little")].decode() for state in states]
     assert played == [games[i % len(games)] for i in range(6)]
     obs, _ = envs.reset()
@@ -82,8 +95,8 @@ def test_procgen_every_supported_pair_of_game_and_mode_can_be_made_and_prints_no
     from procgen import env
 
     assert PROCGEN_GAMES == env.ENV_NAMES
-    assert PROCGEN_MODES.keys() == env.DISTRIBUTION_MODE_DICT.keys()
-    assert sorted(PROCGEN_MODES["exploration"]) == sorted(env.EXPLORATION_LEVEL_SEEDS)
+    assert MODE_NUMBERS | {"exploration": 20} == env.DISTRIBUTION_MODE_DICT
+    assert dict(zip(PROCGEN_MODES["exploration"], EXPLORATION_LEVELS, strict=True)) == env.EXPLORATION_LEVEL_SEEDS
     with fast.Fork(tmp_path, make_every_pair) as process:
         assert process.wait() == 0, f"aborted at {process.output.splitlines()[-1:]}: {process.errors}"
     pairs = [f"{game} {mode}" for mode, games in PROCGEN_MODES.items() for game in games]
@@ -94,6 +107,139 @@ def test_procgen_exploration_is_one_level_and_hard_differs_from_easy():
     assert len(set(level_seeds(procgen_envs("coinrun", 4, distribution_mode="exploration")))) == 1
     easy, hard = (procgen_envs("maze", 4, distribution_mode=mode).reset()[0] for mode in ("easy", "hard"))
     assert not np.array_equal(easy, hard)
+
+
+def test_levels_of_episodes():
+    """Each step says which level is played and, at an episode's end, which it was on and whether it was solved."""
+    envs = procgen_envs("coinrun,jumper", 8, num_levels=50, start_level=7)
+    level_seed, found = envs.reset()[1]["level_seed"], []
+    for action in random_actions(1200, 8):
+        _, rewards, ended, _, infos = envs.step(action)
+        assert [infos[name].dtype for name in ("level_seed", "prev_level_seed")] == [np.int32] * 2
+        assert infos["prev_level_complete"].dtype == bool
+        episodes = finished_episodes(infos)
+        assert [episode.env for episode in episodes] == list(np.flatnonzero(ended))
+        for env, _, _, seed, complete in episodes:
+            assert seed == infos["prev_level_seed"][env] == level_seed[env]
+            assert complete == (rewards[env] == 10)  # the only reward, for a level that is solved
+        level_seed = np.where(ended, infos["level_seed"], level_seed)
+        np.testing.assert_array_equal(level_seed, infos["level_seed"])
+        found += episodes
+    envs.close()
+    assert {each.level_complete for each in found} == {True, False}
+    assert len({each.level_seed for each in found}) > 10
+    task = make_envs("CartPole-v1", 1, seed=0)
+    task.reset(seed=0)
+    while not (episodes := finished_episodes(task.step(np.zeros(1, np.int64))[-1])):
+        pass
+    assert episodes[0][3:] == (None, None)
+
+
+@pytest.mark.parametrize("mode", ["easy", "hard"])
+def test_levels_can_be_chosen(mode):
+    """The first frames of chosen levels are those of environments that have no other level."""
+    for game in PROCGEN_GAMES:
+        envs = procgen_envs(game, 2, seed=3, distribution_mode=mode, num_levels=5)
+        frames, infos = envs.reset(options={"levels": [123, 2**31 - 2]})
+        assert infos["level_seed"].tolist() == [123, 2**31 - 2]
+        for env, level in enumerate((123, 2**31 - 2)):
+            alone = procgen_envs(game, 1, distribution_mode=mode, num_levels=1, start_level=level)
+            np.testing.assert_array_equal(frames[env], alone.reset()[0][0], err_msg=game)
+            alone.close()
+        envs.close()
+
+
+def play(envs, steps, seen, choose=lambda env, number: None):
+    """Play random actions; add the levels of each environment to `seen` as they begin, and call `choose` then."""
+    for action in random_actions(steps, envs.num_envs):
+        _, _, ended, _, infos = envs.step(action)
+        for env in np.flatnonzero(ended):
+            seen[env].append(int(infos["level_seed"][env]))
+            choose(env, len(seen[env]))
+
+
+def test_the_next_level_is_chosen_from_outside():
+    """It begins when the episode under way has ended, stays until another is chosen, and returns to the range."""
+    envs, seen = procgen_envs("bossfight,fruitbot", 4, num_levels=3), [[] for _ in range(4)]
+    assert envs.replayable
+    envs.reset()
+
+    def choose(env, number):
+        if number <= 3:
+            envs.set_next_level(env, 100 * number + env if number < 3 else None)
+
+    envs.set_next_level(0, 50)
+    play(envs, 1500, seen, choose)
+    assert not envs.replayable
+    assert seen[0][:3] == [50, 100, 200]
+    for env in (1, 2, 3):
+        assert seen[env][1:3] == [100 + env, 200 + env]
+    assert all(set(levels[3:]) <= {0, 1, 2} and len(levels) > 4 for levels in seen)
+    for level in (-1, 2**31 - 1):
+        with pytest.raises(InputError, match="use a number from 0 to 2147483646"):
+            envs.set_next_level(0, level)
+    envs.unwrapped.options["restrict_themes"] = True  # as if the state were laid out in another way
+    with pytest.raises(InputError, match="levels cannot be chosen"):
+        envs.set_next_level(0, 1)
+    envs.close()
+
+
+def test_chosen_levels_are_part_of_a_state():
+    envs, other = (procgen_envs("bossfight", 2, seed=seed, num_levels=9) for seed in (0, 1))
+    envs.reset(), other.reset()
+    envs.set_next_level(1, 1234)
+    other.load_state_dict(envs.state_dict())
+    here, there = ([[], []] for _ in range(2))
+    play(envs, 400, here)
+    play(other, 400, there)
+    assert here == there
+    assert set(here[1]) == {1234}
+    assert len(here[1]) > 1
+
+
+@pytest.mark.parametrize("env_id", ["bossfight", "TestFrames-v0"])
+def test_frame_stack(env_id, monkeypatch):
+    """Channels hold the newest frames, the oldest first; at the start of an episode all are its first."""
+    spec = EnvSpec("TestFrames-v0", CountedFrames, max_episode_steps=7)
+    monkeypatch.setitem(gym.registry, "TestFrames-v0", spec)
+    envs, plain = (make_envs(env_id, 2, seed=0, frame_stack=size) for size in (3, 1))
+    (height, width, channels), newest = plain.single_observation_space.shape, plain.reset(seed=0)[0]
+    assert envs.single_observation_space.shape == (height, width, 3 * channels)
+    stacked, expected, other = envs.reset(seed=0)[0], np.tile(newest, 3), None
+    for number, action in enumerate(random_actions(150, 2) % 2):
+        np.testing.assert_array_equal(stacked, expected)
+        if number == 60:
+            other = make_envs(env_id, 2, seed=1, frame_stack=3)
+            other.reset(seed=0)
+            other.load_state_dict(envs.state_dict())
+        stacked, _, terminations, truncations, infos = envs.step(action)
+        newest, _, _, _, plain_infos = plain.step(action)
+        shifted = np.concatenate([expected[..., channels:], newest], axis=-1)
+        for env in np.flatnonzero(infos.get("_final_obs", ())):
+            last = np.concatenate([expected[env][..., channels:], plain_infos["final_obs"][env]], axis=-1)
+            np.testing.assert_array_equal(infos["final_obs"][env], last)
+        expected = np.where((terminations | truncations)[:, None, None, None], np.tile(newest, 3), shifted)
+        if other is not None and envs.restorable:
+            np.testing.assert_array_equal(other.step(action)[0], stacked)
+    for each in (envs, plain, other):
+        each.close()
+
+
+def test_stacks_that_a_task_brings_become_channels(monkeypatch):
+    """As Gymnasium's wrapper stacks RGB frames."""
+    wrapped = functools.partial(gym.wrappers.FrameStackObservation, stack_size=3)
+    monkeypatch.setitem(gym.registry, "TestFrames-v0", EnvSpec("TestFrames-v0", CountedFrames, max_episode_steps=7))
+    monkeypatch.setitem(gym.registry, "TestStack-v0", EnvSpec("TestStack-v0", lambda: wrapped(CountedFrames())))
+    own, ours = make_envs("TestStack-v0", 2, seed=0), make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)
+    assert own.single_observation_space == ours.single_observation_space
+    np.testing.assert_array_equal(own.reset(seed=0)[0], ours.reset(seed=0)[0])
+    for _ in range(5):
+        np.testing.assert_array_equal(*[envs.step(np.zeros(2, np.int64))[0] for envs in (own, ours)])
+
+
+def test_environments_that_reset_a_step_later_are_refused():
+    with pytest.raises(InputError, match="give it AutoresetMode"):
+        Envs(gym.make_vec("CartPole-v1", 2))
 
 
 def test_procgen_reward_of_the_last_action_belongs_to_the_episode_it_ends():
@@ -156,7 +302,7 @@ def read_video(path):
 def test_videos_of_the_first_environment(tmp_path):
     """Episodes 0, 1 and 8 are on the schedule, 2 to 7 are not; the numbers go on after a resume."""
     pytest.importorskip("av")
-    envs, other = (procgen_envs("dodgeball", 2, capture_video=True) for _ in range(2))
+    envs, other = (procgen_envs("dodgeball", 2, render=True) for _ in range(2))
     envs.reset(), other.reset()
     envs.video.folder, other.video.folder = tmp_path / "videos", tmp_path / "others"
     first_frame, actions, lengths = envs.render()[0], iter(random_actions(2000, 2)), []

@@ -32,7 +32,9 @@ ELSEWHERE = """
     exp_name torch_deterministic runs_dir capture_video track wandb_project_name wandb_entity device preset precision
     micro_batch_size accelerate resume init_from init_heads checkpoint_interval keep_checkpoints aux_frames
     eval_interval eval_episodes eval_num_levels eval_start_level distribution_mode num_levels start_level num_threads
-    num_actors queue_size log_interval rho_bar c_bar pg_rho_bar
+    num_actors queue_size log_interval rho_bar c_bar pg_rho_bar frame_stack
+    use_backgrounds restrict_themes use_monochrome_assets center_agent paint_vel_info use_generated_assets
+    use_sequential_levels
 """
 
 

@@ -164,11 +164,11 @@ def test_an_asynchronous_run_of_two_games(tmp_path):
 def test_actors_play_different_levels(tmp_path):
     levels = []
     for seed in (1, 2, 3):
-        with Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py") as session:
+        with Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py", impala.make_envs) as session:
             for number in range(4):
                 levels += level_seeds(session.make_envs(2, number))
     assert len(set(levels)) == 24
-    with Session(short_args(tmp_path), "impala.py") as session:
+    with Session(short_args(tmp_path), "impala.py", impala.make_envs) as session:
         actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
     one = make_envs("CartPole-v1", 6, seed=1)
     assert np.array_equal(one.reset(seed=1)[0], actors)  # as Gymnasium seeds them: 1, 2, ..., 6

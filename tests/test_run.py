@@ -115,7 +115,15 @@ def test_tensorboard_has_the_tags_of_cleanrl(finished):
 
 def test_every_episode_is_in_csv_and_tensorboard(finished):
     episodes, scalars = read_csv(finished.path / "episodes.csv"), read_scalars(finished.path)
-    assert list(episodes[0]) == ["step", "seconds", "env", "episodic_return", "episodic_length"]
+    assert list(episodes[0]) == [
+        "step",
+        "seconds",
+        "env",
+        "episodic_return",
+        "episodic_length",
+        "level_seed",
+        "level_complete",
+    ]
     assert len(episodes) > 10
     for column in ("episodic_return", "episodic_length"):
         assert scalars[f"charts/{column}"] == [(int(row["step"]), float(row[column])) for row in episodes]
@@ -130,7 +138,8 @@ def test_every_episode_is_in_csv_and_tensorboard(finished):
 
 def test_progress_csv(finished):
     progress, episodes = read_csv(finished.path / "progress.csv"), read_csv(finished.path / "episodes.csv")
-    assert list(progress[0]) == ["step", "seconds", "episodes", "episodic_return", "last_100_return"]
+    columns = "step seconds episodes episodic_return last_100_return last_100_level_complete"
+    assert list(progress[0]) == columns.split()
     assert [int(row["step"]) for row in progress] == ENDS
     for row in progress:
         step = int(row["step"])
