@@ -411,6 +411,57 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     assert first == unchanged != changed
 
 
+def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):
+    """It lacks settings, which had today's defaults, columns and what a state holds of solved levels."""
+    path = run_copy(ppo)
+
+    def forget(saved):
+        del saved["args"]["center_agent"], saved["args"]["frame_stack"], saved["run"]["recent_complete"]
+
+    change_checkpoints(path, forget)
+    settings = read_json(path / "args.json")
+    del settings["center_agent"], settings["frame_stack"]
+    (path / "args.json").write_text(json.dumps(settings))
+    rows = {}
+    for name, added in (("episodes.csv", 2), ("progress.csv", 1), ("eval.csv", 1)):
+        rows[name] = [line.split(",")[:-added] for line in (path / name).read_text().splitlines()]
+        (path / name).write_text("".join(f"{','.join(row)}\n" for row in rows[name]))
+    with pytest.raises(InputError, match=r"cannot change --no-center-agent|cannot change --center-agent False"):
+        resume(ppo, path, center_agent=False)
+    resume(ppo, path)
+    assert same(parameters(path), parameters(undisturbed(ppo)))
+    for name, old in rows.items():
+        found = read_csv(path / name)
+        assert all(None not in row and None not in row.values() for row in found)
+        assert [list(row.values())[: len(old[0])] for row in found][: len(old) - 2] == old[1:-1]
+    episodes = read_csv(path / "episodes.csv")
+    assert episodes[0]["level_seed"] == ""
+    assert episodes[-1]["level_seed"].isdigit()
+
+
+@pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
+def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
+    """PPG is resumed twice in a phase whose levels were chosen before: its checkpoints keep the frames."""
+    collect = script.collect
+
+    def choosing(agent, envs, rollout, obs, step, normalizer, run):
+        if step in (0, 32):
+            for env in range(envs.num_envs):
+                envs.set_next_level(env, step + env)
+        return collect(agent, envs, rollout, obs, step, normalizer, run)
+
+    monkeypatch.setattr(script, "collect", choosing)
+    expected = script.main(game_args(script, tmp_path / "undisturbed"))
+    path = interrupted(script, 3, tmp_path / "runs", **NEVER | GAMES)
+    for calls in (1, 1):
+        with stopping(script, "update", calls + 1), pytest.raises(KeyboardInterrupt):
+            resume(script, path)
+    assert script is ppo or "obs" in newest(path)["ranks"][0]["phase"]
+    resume(script, path)
+    check_same_run(path, expected)
+    assert {row["level_seed"] for row in read_csv(path / "episodes.csv")} & {"32", "33", "34", "35"}
+
+
 def test_no_run_to_go_on_with(tmp_path, monkeypatch, capsys):
     """None is there, or it was killed before its first checkpoint: `auto` starts anew."""
     nowhere = tmp_path / "nowhere"
