@@ -208,10 +208,8 @@ def make_encoder(space: gym.spaces.Box, feature_dim: int, hidden_dim: int, init_
 
 
 class Agent(nn.Module):
-    """Policy and value function on one encoder, with an LSTM between them if `use_lstm`.
-
-    The recurrent state of N environments is one float32 tensor [2, N, H], h and c; without an LSTM, H is 0.
-    """
+    """Policy and value function on one encoder, with an LSTM between them if `use_lstm`. The recurrent state of N
+    environments is one float32 tensor [2, N, H], h and c; without an LSTM, H is 0."""
 
     policy_heads, value_heads = ["policy_head"], ["value_head"]  # for --init-heads
 
@@ -427,8 +425,7 @@ def treat_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) 
     """Rewards [T, B] as `--norm-reward` says. Statistics take in the returns of the whole batch before they scale it.
 
     Unroll b is of environment `envs[b]`; unrolls of one environment follow each other in time. The learner does this,
-    so that the statistics of a checkpoint are those of the batches that it has learnt from.
-    """
+    so that the statistics of a checkpoint are those of the batches that it has learnt from."""
     if normalizer.norm_reward == "clip":
         return batch.rewards.clamp(-1, 1)
     if normalizer.norm_reward == "soft-asymmetric":  # scalable_agent's
@@ -655,9 +652,7 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, args, world)
             newest = copy.deepcopy(agent)
             version += 1
-            metrics = require_finite(
-                step, metrics
-            )  # waits for the GPU: `newest` is whole, and the batch's memory may go
+            metrics = require_finite(step, metrics)  # waits for the GPU: `newest` is whole, the batch's memory may go
             published[0] = newest, version
 
             # ---- log

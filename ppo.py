@@ -205,17 +205,14 @@ def make_envs(args: Args, num_envs: int, seed: int, render: bool = False) -> gym
 
 
 class Rollout(NamedTuple):
-    """T steps of N environments; a minibatch has B steps in place of [T, N].
-
-    `dones[t]` is 1 where `actions[t]` ended its episode: same index as `rewards[t]`.
-    """
+    """T steps of N environments; a minibatch has B steps in place of [T, N]."""
 
     obs: Tensor  # [T, N, *observation_shape], uint8 frames or float32 vectors
     actions: Tensor  # [T, N] int64, or [T, N, size] float32
     logprobs: Tensor  # [T, N] float32, of the actions under the policy that took them
     values: Tensor  # [T, N] float32, V(obs[t]) of the agent that acted
     rewards: Tensor  # [T, N] float32, scaled with --norm-reward return
-    dones: Tensor  # [T, N] float32
+    dones: Tensor  # [T, N] float32, 1 where `actions[t]` ended its episode: same index as `rewards[t]`
     truncation_values: Tensor  # [T, N] float32, value of the final observation where a time limit cut an episode
     advantages: Tensor | None = None  # [T, N] float32, once they are estimated
     returns: Tensor | None = None  # [T, N] float32, the value targets
@@ -327,8 +324,7 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, takes the larger of the plain and the clipped squared error: the clipped value is at most this
-    far from the old one (baselines).
+    With `clip_coef_vf`, takes the larger of the plain squared error and of the clipped value's (baselines).
     """
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
