@@ -15,8 +15,7 @@
 Differs from the paper and from OpenAI's phasic-policy-gradient (1 to 4: by default, not with `--preset paper`):
 1. Phases have 8 iterations and 3 auxiliary passes, not 32 and 6. This learns faster at first (benchmarks/NOTES.md).
 2. Minibatches have random steps of all environments, not whole rollouts of a few. This learns faster at first, too.
-3. The policy phase halves the paper's learning rate, because one process has minibatches of a quarter of the paper's
-   size. Use 5e-4 with four ranks (torchrun).
+3. The policy phase halves the paper's learning rate, for minibatches a quarter as large. With four ranks use 5e-4.
 4. One encoder costs half of two. No value gradient ever reaches it, as with `detach` in OpenAI's code.
 5. If E_pi and E_V differ, the value's passes come first, as in OpenAI's code.
 6. A run that ends in mid-phase closes with an auxiliary phase.
@@ -71,7 +70,7 @@ class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
     exp_name: str = Path(__file__).stem
     """name of the experiment, a part of the run folder's name"""
     preset: Literal["short", "paper"] = "short"
-    """short: short phases, one encoder, half the learning rate. paper: the paper's. Flags given beside it win"""
+    """short: short phases, one encoder, half the learning rate. paper: the paper's, for 4 ranks. Flags beside it win"""
     learning_rate: NotNegative[float] = 2.5e-4
     """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False
