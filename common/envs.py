@@ -250,6 +250,9 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
             f"--num-threads {args.num_threads} is out of range: use 0 to 1024.": not 0
             <= (args.num_threads or 0)
             <= 1024,
+            "--use-generated-assets has no backgrounds: add --no-use-backgrounds.": (
+                args.use_generated_assets and args.use_backgrounds
+            ),
             f"{start} and {levels} are too large: their sum must stay below 2**31.": last >= 2**31,
             f"{start} has no effect while the levels are unlimited: set {levels}, too.": (
                 args.start_level and not args.num_levels

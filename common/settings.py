@@ -47,7 +47,7 @@ class ProcgenArgs:
     paint_vel_info: bool = False
     """paint the agent's velocity into the frame's upper left corner, in games with platforms"""
     use_generated_assets: bool = False
-    """draw generated pictures in place of the games' own"""
+    """draw generated pictures in place of the games' own (needs --no-use-backgrounds)"""
     use_sequential_levels: bool = False
     """play on when a level is solved: the episode goes on with the level after it"""
 

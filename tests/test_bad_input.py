@@ -62,6 +62,7 @@ def check_rejected(script, tmp_path, settings, *words):
         ({"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
         ({"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
         ({"num_levels": 5, "center_agent": False}, ["leave them out for CartPole-v1 (--num-levels, --center-agent)"]),
+        ({"env_id": "maze", "use_generated_assets": True}, ["add --no-use-backgrounds"]),
         # evaluations
         ({"env_id": "maze", "eval_num_levels": 9}, ["--eval-num-levels", "add --eval-interval"]),
         ({"env_id": "maze", "eval_interval": 64, "eval_start_level": 200}, ["--eval-start-level", "--eval-num-levels"]),

@@ -1,5 +1,6 @@
 """Procgen and Gymnasium behind one interface, and videos."""
 
+import dataclasses
 import functools
 
 import gymnasium as gym
@@ -12,6 +13,7 @@ import fast
 from common import InputError
 from common.envs import Envs, finished_episodes
 from common.procgen_env import EXPLORATION_LEVELS, MODE_NUMBERS, PROCGEN_GAMES, PROCGEN_MODES
+from common.settings import ProcgenArgs
 from conftest import CountEnv, StillEnv
 from helpers import level_seeds, make_envs
 
@@ -195,6 +197,29 @@ def test_chosen_levels_are_part_of_a_state():
     assert here == there
     assert set(here[1]) == {1234}
     assert len(here[1]) > 1
+
+
+OPTIONS = [{each.name: not each.default} for each in dataclasses.fields(ProcgenArgs)]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: next(iter(option)))
+def test_procgens_options_change_what_is_drawn_or_played(option):
+    same = {"use_backgrounds": False} if "use_generated_assets" in option else {}
+    seen = []
+    for settings in (same, same | option):
+        envs = procgen_envs("coinrun,jumper,climber,ninja", 16, num_levels=1, start_level=6, **settings)
+        first, infos = envs.reset()
+        levels = set(infos["level_seed"].tolist())
+        for action in random_actions(600, 16) if "use_sequential_levels" in option else ():
+            levels |= set(envs.step(action)[-1]["level_seed"].tolist())
+        seen.append((first, levels))
+        envs.close()
+    (first, levels), (other_first, other_levels) = seen
+    if "use_sequential_levels" in option:
+        assert levels == {6}
+        assert {6, 6 + 997} <= other_levels
+    else:
+        assert not np.array_equal(first, other_first)
 
 
 @pytest.mark.parametrize("env_id", ["bossfight", "TestFrames-v0"])
