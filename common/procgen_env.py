@@ -56,6 +56,7 @@ class ProcgenVectorEnv(VectorEnv):
     def __init__(self, args: EnvArgs, num_envs: int, seed: int, render: bool = False):
         self.games, self.num_envs = args.env_id.split(","), num_envs
         self.render_mode = "rgb_array" if render else None
+        self.package = PACKAGE
         self.replayable = True  # whether its state and the actions determine what follows
         levels, mode = (args.start_level, args.num_levels), args.distribution_mode
         if mode == "exploration":  # one level of the hard mode
@@ -67,12 +68,12 @@ class ProcgenVectorEnv(VectorEnv):
         threads = args.num_threads
         if threads is None:
             threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        data = Path(importlib.util.find_spec(PACKAGE).origin).parent / "data"
+        data = Path(importlib.util.find_spec(self.package).origin).parent / "data"
         options = self.options | {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed}
         options |= {"env_name": args.env_id, "num_actions": 15, "num_threads": threads, "render_human": render}
         options |= {"resource_root": f"{data / 'assets'}{os.sep}"}
         made = {"lib_dir": str(data / "prebuilt"), "num": num_envs, "options": options, "c_func_defs": C_FUNCTIONS}
-        if PACKAGE == "procgen":
+        if self.package == "procgen":
             from gym3.libenv import CEnv
 
             self.library = CEnv(**made)
@@ -90,11 +91,11 @@ class ProcgenVectorEnv(VectorEnv):
 
     def act(self, actions: np.ndarray) -> None:
         actions = actions.astype(np.int32)
-        self.library.act({"action": actions} if PACKAGE == "procgen" else actions)
+        self.library.act({"action": actions} if self.package == "procgen" else actions)
 
     def observe(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Frames, rewards, whether a new episode has begun, and infos."""
-        if PACKAGE == "procgen":
+        if self.package == "procgen":
             rewards, observation, first = self.library.observe()
         else:
             first, observation, rewards, _ = self.library.observe()
@@ -125,7 +126,7 @@ class ProcgenVectorEnv(VectorEnv):
 
     def get_state(self, env: int) -> bytes:
         """The whole state of environment number `env`."""
-        if PACKAGE == "procgen":
+        if self.package == "procgen":
             pointer = self.library._ffi.from_buffer(self.buffer)
         else:
             pointer = (ctypes.c_char * STATE_SIZE).from_buffer(self.buffer)

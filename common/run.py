@@ -288,7 +288,7 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
 def provenance(command_line: str, script: str, device: torch.device) -> dict[str, Any]:
     """Command, script and its hash, commit, whether the tree had changes, versions, machine and time."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}  # PyTorch's with its build (+cu130)
-    for package in ("numpy", "gymnasium", "procgen", "procgen-mirror"):
+    for package in ("numpy", "gymnasium", "procgen", "procgen-mirror", "procgen-gym"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""

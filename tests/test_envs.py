@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import gymnasium as gym
 import numpy as np
@@ -10,7 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 import fast
-from common import InputError
+from common import InputError, procgen_env
 from common.envs import Envs, finished_episodes
 from common.procgen_env import EXPLORATION_LEVELS, MODE_NUMBERS, PROCGEN_GAMES, PROCGEN_MODES
 from common.settings import ProcgenArgs
@@ -82,6 +83,31 @@ def test_procgen_env_i_plays_game_i(games):
         alone.close()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("procgen_gym") is None, reason="needs procgen-mirror and procgen-gym")
+@pytest.mark.parametrize("game", [*PROCGEN_GAMES, "coinrun,maze"])
+def test_both_packages_of_procgen_play_the_same(game, monkeypatch):
+    """Frames may differ by a little. A state of one goes on in the other."""
+    pair = []
+    for package in ("procgen", "procgen_gym"):
+        monkeypatch.setattr(procgen_env, "PACKAGE", package)
+        pair.append(procgen_envs(game, 4, num_levels=9))
+    mirror, other = pair
+    np.testing.assert_allclose(mirror.reset()[0].mean(), other.reset()[0].mean(), rtol=1e-3)
+    for number, action in enumerate(random_actions(150, 4)):
+        if number == 75:
+            states = [envs.state_dict() for envs in pair]
+            mirror.load_state_dict(states[1])
+            other.load_state_dict(states[0])
+        (_, *mine, infos), (_, *theirs, other_infos) = mirror.step(action), other.step(action)
+        np.testing.assert_array_equal(mine, theirs)
+        for name in ("level_seed", "prev_level_seed", "prev_level_complete"):
+            np.testing.assert_array_equal(infos[name], other_infos[name])
+        for env in range(4):
+            assert mirror.unwrapped.get_state(env) == other.unwrapped.get_state(env)
+    for envs in pair:
+        envs.close()
+
+
 def make_every_pair():
     for mode, games in PROCGEN_MODES.items():
         for game in games:
@@ -94,8 +120,7 @@ def make_every_pair():
 
 def test_procgen_every_supported_pair_of_game_and_mode_can_be_made_and_prints_nothing(tmp_path):
     """In a process of its own: on an unsupported pair the C++ code aborts it. The last line printed is the culprit."""
-    from procgen import env
-
+    env = importlib.import_module(f"{procgen_env.PACKAGE}.env")
     assert PROCGEN_GAMES == env.ENV_NAMES
     assert MODE_NUMBERS | {"exploration": 20} == env.DISTRIBUTION_MODE_DICT
     assert dict(zip(PROCGEN_MODES["exploration"], EXPLORATION_LEVELS, strict=True)) == env.EXPLORATION_LEVEL_SEEDS
