@@ -43,20 +43,22 @@ def spread_seed(seed: int, number: int) -> int:
 
 
 class Episode(NamedTuple):
+    """A finished episode."""
+
     env: int  # number of the environment
     episodic_return: float  # as the environment gave it
     length: int  # steps
     level_seed: int | None  # the Procgen level that it was played on
-    level_complete: bool | None  # whether it ended because that level was solved
+    level_complete: bool | None  # whether that level was solved
 
 
 def finished_episodes(infos: dict[str, Any]) -> list[Episode]:
     """The episodes that a step has finished."""
     episodes = []
     for env in np.flatnonzero(infos.get("_episode", ())):
-        level = [
-            infos[name][env].item() if name in infos else None for name in ("prev_level_seed", "prev_level_complete")
-        ]
+        level = None, None
+        if "prev_level_seed" in infos:
+            level = int(infos["prev_level_seed"][env]), bool(infos["prev_level_complete"][env])
         episodes.append(Episode(int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]), *level))
     return episodes
 
