@@ -59,7 +59,7 @@ from common.fast import accelerate
 from common.learning import backward, mean_metrics, micro_batches
 from common.networks import PolicyHead, action_dist, init_layer
 from common.reward_scale import RewardNormalizer
-from common.run import require_finite
+from common.run import Run, require_finite
 from common.session import Session, run_script
 from common.settings import EnvArgs, Fraction, NetworkArgs, NotNegative, Positive, RunArgs
 from common.world import World
@@ -169,8 +169,7 @@ class ResidualBlock(nn.Module):
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim].
-    """
+    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim]."""
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
@@ -304,8 +303,7 @@ def act(
     """Set up and yield None. Then, until `stop`, play T steps of n environments with the newest policy, and yield each.
 
     `published` holds one pair: a copy of the learner's agent, which never changes, and the updates that it has seen.
-    `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run.
-    """
+    `ends` has the states that environments `first_env` to `first_env + n - 1` resume from; it is empty in a new run."""
     num_envs, num_steps = envs.num_envs, args.num_steps
     agent = copy.deepcopy(published[0][0])  # its own, so that a CUDA graph finds its parameters at fixed addresses
     state = agent.initial_state(num_envs)
@@ -388,15 +386,16 @@ class ActorThreads:
         except BaseException as error:
             self.queue.put(error)
 
-    def take(self, batch_size: int) -> list[Experience]:
+    def take(self, batch_size: int, run: Run) -> list[Experience]:
         """Wait for a batch of unrolls. Raises an actor's error."""
         self.occupancy = self.queue.qsize() / self.queue.maxsize
         batch = []
         while len(batch) < batch_size:
-            item = self.queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            batch.append(item)
+            run.show(f"waiting for actors, {len(batch)}/{batch_size} unrolls")
+            with suppress(Empty):
+                batch.append(self.queue.get(timeout=1))
+            if batch and isinstance(batch[-1], BaseException):
+                raise batch[-1]
         return batch
 
     def close(self) -> bool:
@@ -454,8 +453,7 @@ def vtrace(logratio: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor,
     Args:
         logratio: [T, B], log of pi(a|x) / mu(a|x), with the learner's policy pi and the acting policy mu.
         rewards, discounts: [T, B]; the discount is gamma, or 0 where the action ended its episode.
-        values: [T + 1, B], the learner's; the last bootstraps.
-    """
+        values: [T + 1, B], the learner's; the last bootstraps."""
     ratio = logratio.exp()
     rho = ratio.clamp(max=args.rho_bar)
     c = args.vtrace_lambda * ratio.clamp(max=args.c_bar)
@@ -474,8 +472,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
-    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
-    """
+    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html."""
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
@@ -559,12 +556,12 @@ def appo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[Tensor, d
     return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
 
 
-def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world: World) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, run: Run) -> dict[str, Tensor]:
     """Learn from a batch of unrolls. Returns mean metrics."""
 
     def step(loss_of, minibatch):
         optimizer.zero_grad()
-        metrics = backward(loss_of, agent, minibatch, args, world, dim=1)  # the ranks' mean gradient
+        metrics = backward(loss_of, agent, minibatch, args, run.world, dim=1)  # the ranks' mean gradient
         metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         return metrics
@@ -574,6 +571,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
     outputs = []
     with torch.no_grad():
         for piece in micro_batches(batch, args.micro_batch_size, dim=1):
+            run.show("learning: V-trace")
             outputs.append(learner_outputs(agent, Unroll(*piece), args))
     logprobs, _, values, targets, advantages = [torch.cat(pieces, dim=1) for pieces in zip(*outputs, strict=True)]
     samples = Minibatch(batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages, batch.state)
@@ -583,6 +581,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, world:
     drawn = torch.randperm(samples.dones.shape[1], device=logprobs.device)[: args.samples]
     history = []
     for indices in drawn.tensor_split(args.num_minibatches):
+        run.show(f"learning {len(history)}/{args.num_minibatches}")
         minibatch = Minibatch(*[x.index_select(1, indices) for x in samples])  # eight times as fast as x[:, indices]
         history.append(step(appo_loss, minibatch))
     metrics = mean_metrics(history) | vtrace_metrics(logprobs - batch.logprobs, values, targets, args)
@@ -642,14 +641,14 @@ def main(args: Args) -> Path:
 
             # ---- collect
             if args.num_actors:
-                experiences = threads.take(args.batch_size)
+                experiences = threads.take(args.batch_size, run)
             else:
                 experiences = [next(actors[0]) for _ in range(args.batch_size)]
 
             # ---- learn
             batch = stack_unrolls([experience.unroll for experience in experiences])
             batch = batch._replace(rewards=treat_rewards(batch, [each.env for each in experiences], reward_normalizer))
-            metrics = update(agent, optimizer, batch, args, world)
+            metrics = update(agent, optimizer, batch, args, run)
             newest = copy.deepcopy(agent)
             version += 1
             metrics = require_finite(step, metrics)  # waits for the GPU: `newest` is whole, the batch's memory may go

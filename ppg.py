@@ -29,9 +29,7 @@ Differs from CleanRL's ppg_procgen.py:
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -159,8 +157,7 @@ class ResidualBlock(nn.Module):
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim].
-    """
+    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim]."""
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
@@ -298,8 +295,7 @@ def collect(
 ) -> tuple[Tensor, int]:
     """Fill `rollout` from `obs` [N, ...] on, the observations that the environments returned after `step` steps.
 
-    Returns the observations and the number of steps at its end; tells `run` of every finished episode.
-    """
+    Returns the observations and the number of steps at its end; tells `run` of every finished episode."""
     num_steps, num_envs = rollout.rewards.shape
     rewards = np.zeros((num_steps, num_envs), np.float32)
     dones = np.zeros((num_steps, num_envs), np.float32)
@@ -331,8 +327,7 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     delta_t = r_t + gamma V(s_(t+1)) - V(s_t);  A_t = delta_t + gamma lambda (1 - done_t) A_(t+1)
 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
-    ended by itself. `last_value` [N] is the value of the observations after the rollout.
-    """
+    ended by itself. `last_value` [N] is the value of the observations after the rollout."""
     not_done = 1 - rollout.dones
     next_values = torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
     targets = rollout.rewards + gamma * (not_done * next_values + rollout.truncation_values)
@@ -358,8 +353,7 @@ def policy_loss(
     """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
     With `kl_penalty` (PPG, section 3.5), a penalty on half the squared log-ratio replaces the clipping.
-    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
-    """
+    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html."""
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     if kl_penalty is None:
@@ -380,8 +374,7 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, takes the larger of the plain squared error and of the clipped value's (baselines).
-    """
+    With `clip_coef_vf`, takes the larger of the plain squared error and of the clipped value's (baselines)."""
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
         clipped = old_values + (values - old_values).clamp(-clip_coef_vf, clip_coef_vf)
@@ -431,11 +424,11 @@ def whole_rollouts(shape: tuple[int, int, int], device: torch.device) -> Tensor:
 
 
 def update(
-    agent: Agent, optimizer: Optimizer, value_optimizer: Optimizer, rollout: Rollout, args: Args, world: World
+    agent: Agent, optimizer: Optimizer, value_optimizer: Optimizer, rollout: Rollout, args: Args, run: Run
 ) -> dict[str, Tensor]:
     """Train on a rollout with advantages and returns, in minibatches. Returns mean metrics."""
     if args.norm_adv == "batch":
-        rollout = rollout._replace(advantages=normalize_advantages(rollout.advantages, world))
+        rollout = rollout._replace(advantages=normalize_advantages(rollout.advantages, run.world))
     shuffle = whole_rollouts if args.whole_rollouts else random_steps
     passes = [(ppo_loss, optimizer)] * args.e_policy
     if args.e_policy != args.e_value:
@@ -443,15 +436,19 @@ def update(
     history = []
     for loss_of, each_optimizer in passes:
         for indices in shuffle((1, *rollout.rewards.shape), rollout.obs.device).chunk(args.num_minibatches):
+            run.show(f"learning {len(history)}/{len(passes) * args.num_minibatches}")
             minibatch = select_steps(rollout, indices)
             if args.norm_adv == "minibatch":
-                minibatch = minibatch._replace(advantages=normalize_advantages(minibatch.advantages, world))
+                minibatch = minibatch._replace(advantages=normalize_advantages(minibatch.advantages, run.world))
             each_optimizer.zero_grad()
-            metrics = backward(loss_of, agent, minibatch, args, world)  # the ranks' mean gradient
+            metrics = backward(loss_of, agent, minibatch, args, run.world)  # the ranks' mean gradient
             metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             each_optimizer.step()
             history.append(metrics)
-        if args.target_kl is not None and world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl:
+        if (
+            args.target_kl is not None
+            and run.world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl
+        ):
             break
     first = 0 if args.e_policy == args.e_value else args.e_value * args.num_minibatches  # step of a policy pass
     return mean_metrics(history) | {
@@ -507,9 +504,7 @@ def aux_loss(agent: Agent, minibatch: AuxMinibatch, args: Args) -> tuple[Tensor,
     return aux_value_loss + real_value_loss + args.beta_clone * kl_loss, metrics
 
 
-def auxiliary_phase(
-    agent: Agent, optimizer: Optimizer, phase: Phase, args: Args, show: Callable[[str], None], world: World
-) -> dict[str, Tensor]:
+def auxiliary_phase(agent: Agent, optimizer: Optimizer, phase: Phase, args: Args, run: Run) -> dict[str, Tensor]:
     """Train encoder and value heads on the rollouts of a phase. Returns mean metrics."""
     shuffle = whole_rollouts if args.whole_rollouts else random_steps
     obs = phase.obs[: phase.length].flatten(0, 2)
@@ -517,16 +512,21 @@ def auxiliary_phase(
     device = returns.device
     at_a_time = args.num_aux_rollouts * args.num_steps
     with torch.no_grad():
-        old_params = torch.cat([agent.get_policy(to_device(part, device)) for part in obs.split(at_a_time)])
+        old_params = []
+        for part in obs.split(at_a_time):
+            run.show("auxiliary phase: old policy")
+            old_params.append(agent.get_policy(to_device(part, device)))
+        old_params = torch.cat(old_params)
     history = []
-    for epoch in range(1, args.e_aux + 1):
+    for _ in range(args.e_aux):
         order = shuffle((phase.length, args.num_steps, args.num_envs), device)
-        for indices in order.split(at_a_time * args.num_aux_grad_accum):
-            show(f"aux. phase {epoch}/{args.e_aux}")
+        minibatches = order.split(at_a_time * args.num_aux_grad_accum)
+        for indices in minibatches:
+            run.show(f"auxiliary phase {len(history)}/{args.e_aux * len(minibatches)}")
             frames = to_device(obs.index_select(0, indices.to(obs.device)), device)
             minibatch = AuxMinibatch(frames, old_params[indices], returns[indices])
             optimizer.zero_grad()  # drops the policy phase's last gradient, too
-            metrics = backward(aux_loss, agent, minibatch, args, world, at_most=at_a_time)
+            metrics = backward(aux_loss, agent, minibatch, args, run.world, at_most=at_a_time)
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             metrics["losses/aux/grad_norm"] = grad_norm
             optimizer.step()
@@ -580,17 +580,17 @@ def main(args: Args) -> Path:
             if intrinsic is not None:
                 advantages, returns, metrics = intrinsic(rollout, obs, advantages)
             batch = rollout._replace(advantages=advantages, returns=returns)
-            metrics |= update(agent, optimizer, value_optimizer, batch, args, world)
+            metrics |= update(agent, optimizer, value_optimizer, batch, args, run)
 
             # ---- auxiliary phase
             phase.add(rollout, returns)
             if phase.length == len(phase.obs) or step >= run.total_steps:
                 require_finite(step, metrics)  # before many passes are spent on a broken network
-                metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, partial(run.show, step), world)
+                metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, run)
                 phase.begin(envs)
 
             # ---- log
-            run.log(step, metrics | {"charts/learning_rate": learning_rate})
+            run.log(step, metrics | {"charts/learning_rate": learning_rate}, whole=phase.length == 0)
             session.evaluate(step)
             session.save(step)
     return run.path

@@ -120,8 +120,7 @@ class ResidualBlock(nn.Module):
 class ImpalaCNN(nn.Module):
     """The deep network of IMPALA (Espeholt et al. 2018, figure 3), without the LSTM.
 
-    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim].
-    """
+    Frames uint8 [B, height, width, channels], or [B, channels, height, width] -> features [B, feature_dim]."""
 
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
@@ -246,8 +245,7 @@ def collect(
 ) -> tuple[Tensor, int]:
     """Fill `rollout` from `obs` [N, ...] on, the observations that the environments returned after `step` steps.
 
-    Returns the observations and the number of steps at its end; tells `run` of every finished episode.
-    """
+    Returns the observations and the number of steps at its end; tells `run` of every finished episode."""
     num_steps, num_envs = rollout.rewards.shape
     rewards = np.zeros((num_steps, num_envs), np.float32)
     dones = np.zeros((num_steps, num_envs), np.float32)
@@ -279,8 +277,7 @@ def compute_gae(rollout: Rollout, last_value: Tensor, gamma: float, gae_lambda: 
     delta_t = r_t + gamma V(s_(t+1)) - V(s_t);  A_t = delta_t + gamma lambda (1 - done_t) A_(t+1)
 
     V(s_(t+1)) is `values[t + 1]` within an episode, `truncation_values[t]` where a time limit cut it, and 0 where it
-    ended by itself. `last_value` [N] is the value of the observations after the rollout.
-    """
+    ended by itself. `last_value` [N] is the value of the observations after the rollout."""
     not_done = 1 - rollout.dones
     next_values = torch.cat([rollout.values[1:], last_value.unsqueeze(0)])
     targets = rollout.rewards + gamma * (not_done * next_values + rollout.truncation_values)
@@ -305,8 +302,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate objective (PPO, equation 7), negated. Arguments [...]; returns the loss and its metrics.
 
-    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html.
-    """
+    The approximate KL divergences are k1 and k3 of http://joschu.net/blog/kl-approx.html."""
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages).mean()
@@ -324,8 +320,7 @@ def policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef_vf: float | None) -> Tensor:
     """Half the mean squared error of values [B] against returns [B].
 
-    With `clip_coef_vf`, takes the larger of the plain squared error and of the clipped value's (baselines).
-    """
+    With `clip_coef_vf`, takes the larger of the plain squared error and of the clipped value's (baselines)."""
     errors = (values - returns) ** 2
     if clip_coef_vf is not None:
         clipped = old_values + (values - old_values).clamp(-clip_coef_vf, clip_coef_vf)
@@ -348,22 +343,23 @@ def ppo_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tensor, dict
     return loss, metrics | {"losses/value_loss": v_loss, "losses/entropy": entropy}
 
 
-def update(agent: Agent, optimizer: Optimizer, rollout: Rollout, args: Args, world: World) -> dict[str, Tensor]:
+def update(agent: Agent, optimizer: Optimizer, rollout: Rollout, args: Args, run: Run) -> dict[str, Tensor]:
     """Train on a rollout with advantages and returns, in random minibatches. Returns mean metrics."""
     if args.norm_adv == "batch":
-        rollout = rollout._replace(advantages=normalize_advantages(rollout.advantages, world))
+        rollout = rollout._replace(advantages=normalize_advantages(rollout.advantages, run.world))
     history = []
     for _ in range(args.update_epochs):
         for indices in torch.randperm(args.iteration_steps, device=rollout.obs.device).chunk(args.num_minibatches):
+            run.show(f"learning {len(history)}/{args.update_epochs * args.num_minibatches}")
             minibatch = select_steps(rollout, indices)
             if args.norm_adv == "minibatch":
-                minibatch = minibatch._replace(advantages=normalize_advantages(minibatch.advantages, world))
+                minibatch = minibatch._replace(advantages=normalize_advantages(minibatch.advantages, run.world))
             optimizer.zero_grad()
-            metrics = backward(ppo_loss, agent, minibatch, args, world)  # the ranks' mean gradient
+            metrics = backward(ppo_loss, agent, minibatch, args, run.world)  # the ranks' mean gradient
             metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             optimizer.step()
             history.append(metrics)
-        if args.target_kl is not None and world.all_reduce_mean(metrics)["losses/approx_kl"] > args.target_kl:
+        if args.target_kl is not None and run.world.all_reduce_mean(metrics)["losses/approx_kl"] > args.target_kl:
             break
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": history[0]["losses/ratio_deviation"],
@@ -408,7 +404,7 @@ def main(args: Args) -> Path:
             if intrinsic is not None:
                 advantages, returns, metrics = intrinsic(rollout, obs, advantages)
             batch = rollout._replace(advantages=advantages, returns=returns)
-            metrics |= update(agent, optimizer, batch, args, world)
+            metrics |= update(agent, optimizer, batch, args, run)
 
             # ---- log
             run.log(step, metrics | {"charts/learning_rate": learning_rate})

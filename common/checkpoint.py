@@ -5,6 +5,7 @@ to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when
 
 import dataclasses
 import io
+import math
 import os
 import random
 import re
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from common import InputError, TrainingError
 from common.envs import Envs
 from common.fast import accelerate
-from common.run import ROOT, Run, lock_folder, require_finite, write_atomically
+from common.run import ROOT, Run, lock_folder, require_finite, sha256, write_atomically
 from common.settings import flag, read_json
 from common.world import World
 
@@ -150,14 +151,15 @@ class Checkpoints:
     def __init__(self, run: Run, parts: dict[str, Any]):
         self.run, self.parts, self.world = run, parts, run.world
         self.snapshot = None  # the newest copy, until it is written
-        self.head = {"format": FORMAT, "script": run.script, "args": dataclasses.asdict(run.args)}
-        self.last_write = self.last_copy = time.monotonic()
+        self.head = {"format": FORMAT, "script": run.script, "script_sha256": sha256(ROOT / run.script)}
+        self.head["args"] = dataclasses.asdict(run.args)
+        self.last_write = self.last_copy = time.monotonic() if run.step else -math.inf
         if self.world.rank > 0:
             return
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
-        self.write_model(copy_to_cpu(parts["agent"].state_dict()))
+        self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
@@ -192,14 +194,14 @@ class Checkpoints:
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
             write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
-            self.write_model(self.snapshot["parts"]["agent"])
+            self.write_model("model.pt", self.run.step, self.snapshot["parts"]["agent"])
             self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
 
-    def write_model(self, weights: dict[str, torch.Tensor]) -> None:
-        """Write `model.pt`, which `load_agent` or `torch.load(..., weights_only=True)` reads."""
-        write_archive(self.run.path / "model.pt", self.head | {"agent": weights, "step": self.run.step})
+    def write_model(self, name: str, step: int, weights: dict[str, torch.Tensor]) -> None:
+        """Write the agent after `step` steps, for `load_agent` or `torch.load(..., weights_only=True)`."""
+        write_archive(self.run.path / name, self.head | {"agent": copy_to_cpu(weights), "step": step})
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
@@ -347,31 +349,40 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
     agent.load_state_dict(own | fits)
 
 
-def load_agent(source: Path | str, device: torch.device | str = "cpu") -> tuple[torch.nn.Module, Any, Callable]:
+def load_agent(
+    source: Path | str, device: torch.device | str = "cpu", script: Path | str | None = None
+) -> tuple[torch.nn.Module, Any, Callable]:
     """The agent in a run folder, model or checkpoint, in evaluation mode, its settings (the script's `Args`), and the
-    script's `make_envs`. Raises InputError if there is no agent, or if the script or its network is not what it was."""
+    script's `make_envs`. `script` is another script to take them from, such as the copy in a run folder. A note says if
+    the script has changed since. Raises InputError if there is no agent, or if it does not fit the script."""
     model = read_model(source)
+    path = ROOT / model["script"] if script is None else Path(script)
     try:
-        script = load_script(model["script"])
-        args = script.Args(**model["args"])
-        envs = Envs(script.make_envs(args, len(args.env_id.split(",")), seed=0))
+        if model.get("script_sha256") not in (None, sha256(path)):  # None: an older model
+            copy = f"--script RUN/{path.name} takes the copy in its run folder"
+            print(f"note: {path.name} is not the script that made {source}: {copy}", file=sys.stderr)
+        module = load_script(path)
+        args = module.Args(**model["args"])
+        envs = Envs(module.make_envs(args, len(args.env_id.split(",")), seed=0))
         envs.close()
-        agent = script.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+        agent = module.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.load_state_dict(model["agent"])
     except (OSError, ImportError, AttributeError, TypeError, RuntimeError) as error:  # no such script, flags or network
         reason = str(error).partition("\n")[0]
-        raise InputError(f"{source} is of another {model['script']} ({reason}): use its commit.") from error
+        raise InputError(
+            f"{source} is of another {path.name} ({reason}): use its commit, or name its script."
+        ) from error
     accelerate(agent, "eager")
-    return agent.eval(), args, script.make_envs
+    return agent.eval(), args, module.make_envs
 
 
-def load_script(script: str) -> ModuleType:
-    """The module of a script, by its path from the repository's root; executed unless it has been imported before."""
+def load_script(script: Path | str) -> ModuleType:
+    """The module of a script, by its path (from the repository's root); executed unless it has been imported before."""
     path = os.path.abspath(ROOT / script)
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == path:
             return module
-    spec = spec_from_file_location(re.sub(r"\W", "_", script), path)
+    spec = spec_from_file_location(re.sub(r"\W", "_", str(script)), path)
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -101,12 +101,13 @@ class Evaluator:
         self.held_out = HeldOut(Envs(make_envs(held_out, num_envs, seed)), seed, device)
         self.close = self.held_out.envs.close
 
-    def __call__(self, step: int, run: Run) -> None:
-        """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones."""
+    def __call__(self, step: int, run: Run) -> bool:
+        """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones. Return
+        whether it is the best so far, by the return of sampled actions."""
         metrics, rows, shown, total = {}, [], [], self.held_out.envs.num_envs * self.quota
         for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
             played = self.held_out.play(
-                self.agent, self.quota, greedy, lambda finished: run.show(step, f"evaluation {finished}/{total}")
+                self.agent, self.quota, greedy, lambda finished: run.show(f"evaluation {finished}/{total}")
             )
             by_game = summaries(played, self.games, self.args.distribution_mode)
             rows += [(policy, game, *summary.values()) for game, summary in by_game.items()]
@@ -117,8 +118,12 @@ class Evaluator:
             else:
                 metrics |= {f"{tag}/episodic_return/{game}": each["episodic_return"] for game, each in by_game.items()}
             shown.append(describe(means["episodic_return"], means["level_complete"]))
-        run.write(step, metrics, {"eval.csv": rows})
+        score = float(metrics["eval/episodic_return"])
+        best = score > run.best_return
+        run.best_return = max(run.best_return, score)
+        run.write(step, metrics, {"eval.csv": [(*row, int(best)) for row in rows]})
         run.note(f"evaluation at step {step:,}: {shown[0]} (likeliest actions: {shown[1]}); training: {run.summary()}")
+        return best
 
 
 # Returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588,

@@ -38,7 +38,7 @@ CSV_COLUMNS = {  # after "step" and "seconds"
     "progress.csv": "episodes episodic_return last_100_return last_100_level_complete",
     "episodes.csv": "env episodic_return episodic_length level_seed level_complete",
     "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return"
-    " level_complete",
+    " level_complete best",
 }
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
@@ -62,9 +62,12 @@ class Run:
         self.recent_complete = deque(state.get("recent_complete", []), maxlen=100)  # whether they solved their levels
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
+        self.best_return = state.get("best_return", -math.inf)  # of all evaluations
         self.path = world.on_rank_zero(lambda: self.open(resumed))
-        self.last_shown = time.monotonic()
-        self.start = self.last_shown - state.get("seconds", 0.0)
+        self.last_shown = self.began = time.monotonic()
+        self.start = self.began - state.get("seconds", 0.0)
+        self.step_began = self.now_at = self.step  # steps when this process began, and now
+        self.speed = None  # steps a second of this process, once it is known
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
@@ -137,7 +140,7 @@ class Run:
         """Statistics of the episodes. Every rank calls it."""
         self.flush()
         statistics = {"recent": list(self.recent), "recent_complete": list(self.recent_complete)}
-        statistics["new_returns"] = self.new_returns.copy()
+        statistics |= {"new_returns": self.new_returns.copy(), "best_return": self.best_return}
         return statistics | {"num_episodes": self.num_episodes, "seconds": time.monotonic() - self.start}
 
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
@@ -161,7 +164,8 @@ class Run:
         """Take note of every episode that a step of a vector environment has finished; `flush` writes them."""
         for episode in finished_episodes(infos):
             self.record_episode(step, episode)
-        self.show(step)
+        self.now_at = step
+        self.show("collecting")
 
     def record_episode(self, step: int, episode: Episode) -> None:
         """Take note of an episode that finished at `step`."""
@@ -183,8 +187,9 @@ class Run:
             if episode.level_complete is not None:
                 self.recent_complete.append(episode.level_complete)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], whole: bool = True) -> None:
         """Write the means over the ranks, which all call this, of an iteration's metrics, and show the progress.
+        `whole` says that the steps so far have had all the work that belongs to them, so that they tell the speed.
         Raises TrainingError if a metric is NaN or infinite, or nothing can be written."""
         self.flush()
         values = require_finite(step, self.world.all_reduce_mean(metrics))
@@ -195,7 +200,10 @@ class Run:
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
         self.write(step, values, {"progress.csv": [(*returns, solved)]})
         self.new_returns.clear()
-        self.show(step, last=step >= self.total_steps)
+        self.now_at = step
+        if whole:
+            self.speed = (step - self.step_began) / (time.monotonic() - self.began)
+        self.show(last=step >= self.total_steps)
 
     def show_header(self, num_parameters: int) -> None:
         """Show in one line what begins or goes on here."""
@@ -208,14 +216,17 @@ class Run:
         line += f" | {self.path}" + (f" | resumed at step {self.step:,}" if self.step else "")
         print(line, flush=True)
 
-    def show(self, step: int, phase: str = "", last: bool = False) -> None:
-        """Show a line of progress: the same again and again on a terminal, elsewhere a new one now and then."""
+    def show(self, phase: str = "", last: bool = False) -> None:
+        """Show a line of progress: the same again and again on a terminal, elsewhere a new one now and then. `phase` is
+        what goes on, such as "learning 3/24"."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
         if self.world.rank > 0 or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
             return
-        self.last_shown, sps = now, step / (now - self.start)
-        hours, minutes = divmod(round(max(0, self.total_steps - step) / sps / 60), 60)
-        line = f"{step:,}/{self.total_steps:,}  {sps:.0f} steps/s  {self.summary()}  ETA {hours}:{minutes:02} h  "
+        self.last_shown = now
+        line = f"{self.now_at:,}/{self.total_steps:,}  {self.summary()}  "
+        if self.speed:
+            hours, minutes = divmod(round(max(0, self.total_steps - self.now_at) / self.speed / 60), 60)
+            line += f"{self.speed:.0f} steps/s  ETA {hours}:{minutes:02} h  "
         line = (line + phase).rstrip()
         if terminal:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
@@ -298,13 +309,17 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
     return {
         "command": command_line,
         "script": script,
-        "script_sha256": hashlib.sha256((ROOT / script).read_bytes()).hexdigest(),
+        "script_sha256": sha256(ROOT / script),
         "commit": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
         "versions": versions,
         "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
         "started": time.strftime(UTC, time.gmtime()),
     }
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def git(*words: str) -> str | None:

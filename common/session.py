@@ -51,6 +51,10 @@ class Session:
         self.script = os.path.relpath(script, ROOT)
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
+        if self.resumed and getattr(args, "anneal_lr", False):
+            was = self.resumed.checkpoint["args"]["total_timesteps"]
+            if was != args.total_timesteps:
+                print(f"note: --anneal-lr now ends at {args.total_timesteps:,} steps, not at {was:,}", file=sys.stderr)
         setup_device(self.device, self.seed, args.torch_deterministic)
         if world.rank == 0 and (others := differs_from_preset(args)):
             print(f"note: --preset {args.preset} with other values of {', '.join(others)}", file=sys.stderr)
@@ -68,7 +72,8 @@ class Session:
         envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
         self.envs.append(envs)
         self.exits.callback(envs.close)
-        envs.reset(seed=self.seed + number * num_envs)
+        first = number * num_envs
+        envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
         if batch > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
             raise InputError(f"the observations of a batch take {batch / 1e9:,.0f} GB: lower --num-steps.")
@@ -86,6 +91,7 @@ class Session:
         """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
         are further objects with a `state_dict`, or None."""
         args, world, resumed = self.args, self.world, self.resumed
+        self.agent = agent
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device, self.make_vector_env)
@@ -106,6 +112,8 @@ class Session:
             self.envs[0].video.folder = run.path / "videos"
         if resumed:
             load_parts({"random": RandomStates()}, resumed, world.rank)
+        else:
+            self.save(0)  # a run that is stopped in its first iteration can be resumed, too
         return run
 
     def evaluate(self, step: int) -> None:
@@ -113,8 +121,8 @@ class Session:
         interval = self.args.eval_interval
         if interval and (step % interval < self.iteration_steps or step >= self.total_steps):
             self.run.flush()
-            if self.world.rank == 0:
-                self.evaluator(step, self.run)
+            if self.world.rank == 0 and self.evaluator(step, self.run):
+                self.checkpoints.write_model("best.pt", step, self.agent.state_dict())
             self.world.broadcast(None)  # the other ranks wait
 
     def __enter__(self) -> "Session":
