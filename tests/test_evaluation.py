@@ -193,6 +193,7 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert float(rows[0]["standard_error"]) == pytest.approx((500 / 3) ** 0.5 / 2, abs=1e-4)
     assert rows[0]["episodic_length"] == "26"
+    assert [row["level_complete"] for row in rows] == ["1", "0.25", "0", "0"]
     assert float(rows[0]["normalized_return"]) == pytest.approx(22.5 / 61.5, abs=1e-5)
     scalars = {tag: points[0][1] for tag, points in read_scalars(path).items() if tag.startswith("eval/")}
     assert scalars == pytest.approx(
@@ -202,6 +203,7 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
             "eval/greedy/episodic_return": 8, "eval/greedy/episodic_return/starpilot": 8,
             "eval/greedy/episodic_return/coinrun": 8, "eval/greedy/episodic_length": 9,
             "eval/greedy/normalized_return": (5.5 / 61.5 + 0.6) / 2,
+            "eval/level_complete": (1 + 1 / 4) / 2, "eval/greedy/level_complete": 0,
         },
         abs=1e-4,
     )  # fmt: skip
