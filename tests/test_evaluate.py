@@ -1,9 +1,9 @@
 """benchmarks/evaluate.py: figures and videos of an agent or a random policy, and the policy in a file of its own."""
 
+import itertools
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -84,44 +84,37 @@ def test_words_for_levels(bossfight, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("games", "levels", "num_envs", "episodes", "expected"),
+    ("games", "levels", "num_envs", "episodes", "expected", "count"),
     [
-        ("bossfight", "3,7,11-12,3", 9, 1, dict.fromkeys((3, 7, 11, 12), 1)),
-        ("bossfight", "2147483646,0-29", 4, 40, dict.fromkeys((*range(30), 2**31 - 2), 2)),
-        ("starpilot,bossfight", "5,8-12", 4, 36, dict.fromkeys((5, *range(8, 13)), 3)),
-        ("starpilot,bossfight", "8-10", 14, 7, dict.fromkeys(range(8, 11), 2)),
+        ("bossfight", "3,7,11-12,3", 9, 1, {3, 7, 11, 12}, 1),
+        ("bossfight", "2147483646,0-29", 4, 40, {*range(30), 2**31 - 2}, 2),
+        ("starpilot,bossfight", "5,8-12", 4, 36, {5, *range(8, 13)}, 3),
+        ("starpilot,bossfight", "8-10", 14, 7, {8, 9, 10}, 2),
     ],
 )
-def test_levels_by_number(games, levels, num_envs, episodes, expected, tmp_path, monkeypatch, capsys):
-    """Fewer than environments, and more. The rows are compared with the episodes, of which those that count come
-    first in each environment."""
+def test_levels_by_number(games, levels, num_envs, episodes, expected, count, tmp_path, monkeypatch, capsys):
+    """Fewer than environments, and more. Later episodes on a level than those asked for do not count."""
     played, play = [], HeldOut.play
     monkeypatch.setattr(HeldOut, "play", lambda *args: played.extend(play(*args)) or list(played))
     args = evaluate.Args(random_policy=(games,), levels=levels, num_envs=num_envs, episodes=episodes)
     args.per_level = tmp_path / "levels.csv"
-    figures = evaluate.main(args)
-    rows, games = read_csv(args.per_level), games.split(",")
-    assert Counter({(row["env_id"], int(row["level_seed"])): int(row["episodes"]) for row in rows}) == {
-        (game, level): count for game in games for level, count in expected.items()
-    }
-    assert f"levels {levels}, {len(games) * sum(expected.values())} episodes" in capsys.readouterr().out
-    for number, game in enumerate(games):
-        left, kept = dict(expected), []
-        for episode in sum(zip(*played[number :: len(games)], strict=True), ()):  # the first of each environment, ...
-            left[episode.level_seed] -= 1
-            if left[episode.level_seed] >= 0:
-                kept.append(episode)
-        assert figures[f"{game} mean"] == pytest.approx(np.mean([episode.episodic_return for episode in kept]))
-        for row in (row for row in rows if row["env_id"] == game):
-            own = [episode for episode in kept if episode.level_seed == int(row["level_seed"])]
-            assert float(row["episodic_return"]) == pytest.approx(np.mean([each.episodic_return for each in own]))
-            assert float(row["level_complete"]) == np.mean([each.level_complete for each in own])
+    evaluate.main(args)
+    games = games.split(",")
+    assert f"levels {levels}, {len(games) * len(expected) * count} episodes" in capsys.readouterr().out
+    rows = {(row["env_id"], int(row["level_seed"])): row for row in read_csv(args.per_level)}
+    assert rows.keys() == set(itertools.product(games, expected))
+    for (game, level), row in rows.items():
+        episodes = [episode for turn in zip(*played[games.index(game) :: len(games)], strict=True) for episode in turn]
+        own = [episode for episode in episodes if episode.level_seed == level][:count]
+        assert int(row["episodes"]) == len(own) == count
+        assert float(row["episodic_return"]) == pytest.approx(np.mean([episode.episodic_return for episode in own]))
+        assert float(row["level_complete"]) == np.mean([episode.level_complete for episode in own])
 
 
 def test_gap_between_training_and_held_out_levels(bossfight, tmp_path, monkeypatch):
     """Of means over the episodes of levels; 4, 5 and 6 are the run's."""
-    returns = {4: (0, 2), 5: (3, 3), 9: (1, 3), 10: (2, 2), 11: (12, 4)}  # from 10 on they are solved
-    played = [[Episode(0, each, 1, level, each > 2) for each in pair] for level, pair in returns.items()]
+    returns = {4: (0, 2), 5: (3, 3), 9: (1, 3), 10: (2, 2), 11: (12, 4)}  # levels are solved above 1
+    played = [[Episode(0, each, 1, level, each > 1) for each in pair] for level, pair in returns.items()]
     monkeypatch.setattr(HeldOut, "play", lambda *args: played)
     args = evaluate.Args(bossfight, levels="4-5,9-11", episodes=10, num_envs=5, device="cpu")
     args.per_level = tmp_path / "levels.csv"
@@ -131,7 +124,7 @@ def test_gap_between_training_and_held_out_levels(bossfight, tmp_path, monkeypat
     gap, share = "bossfight gap", "bossfight gap in share of levels solved"
     assert {name: value for name, value in figures.items() if "gap" in name} == pytest.approx({
         gap: 2 - 4, f"{gap}, standard error": (2 / 2 + 12 / 3) ** 0.5,
-        share: 1 / 2 - 1 / 2, f"{share}, standard error": (0.5 / 2 + 0.25 / 3) ** 0.5,
+        share: 3 / 4 - 5 / 6, f"{share}, standard error": (1 / 8 / 2 + 1 / 12 / 3) ** 0.5,
     })  # fmt: skip
     rows = [{"training_level": n, "episodic_return": 7.0 * n, "level_complete": 0.0} for n in (0, 1)]
     assert list(evaluate.gaps(rows).values()) == pytest.approx([7, np.nan, 0, np.nan], nan_ok=True)
@@ -188,26 +181,14 @@ def test_random_actions_of_any_kind(env_id, capsys):
         ({"source": None}, "nothing to play is named"),
         ({"random_policy": ("maze",)}, "--random-policy plays without an agent: leave out the run, --greedy"),
         *(({"levels": f"3,{part}"}, f"--levels {part} cannot work: use all") for part in ("5-3", "x", "2147483647")),
-        *(
-            ({"levels": part}, f"--levels {part} cannot work: use all")
-            for part in ("", "-4", "3-", "1-2-3", "0-1000000")
-        ),
+        *(({"levels": part}, f"--levels {part} cannot work: use all") for part in ("", "-4", "1-2-3", "0-1000000")),
         ({"per_level": Path("nowhere/levels.csv")}, r"--per-level nowhere/levels.csv cannot be written \(No such file"),
-        (
-            {"per_level": Path("levels.csv"), "episodes": 0, "video": Path("out.gif")},
-            "--episodes 0 leaves nothing to do",
-        ),
-        (
-            {"source": None, "random_policy": ("maze", "TestCount-v0"), "levels": "3"},
-            "numbers in --levels need Procgen",
-        ),
-        (
-            {"source": None, "random_policy": ("CartPole-v1",), "per_level": Path("levels.csv")},
-            "--per-level and numbers",
-        ),
+        ({"per_level": Path("levels.csv"), "episodes": 0, "export": Path("x.pt")}, "--episodes 0 leaves nothing to do"),
+        ({"source": None, "random_policy": ("maze", "TestCount-v0"), "levels": "3"}, "numbers in --levels need"),
+        ({"source": None, "random_policy": ("CartPole-v1",), "per_level": Path("x.csv")}, "--per-level and numbers in"),
         ({"source": None, "random_policy": ("maze", "nothing")}, "'nothing' is not known"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     """Nothing is played or written."""
     monkeypatch.chdir(tmp_path)
@@ -217,12 +198,11 @@ def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("settings", [{"use_sequential_levels": True}, {"distribution_mode": "exploration"}])
-def test_levels_that_cannot_be_told_apart(settings):
-    run = ppo.Args(env_id="coinrun", num_levels=0, **settings)
-    for asked in ({"levels": "3"}, {"per_level": Path("levels.csv")}):
+def test_levels_that_cannot_be_told_apart():
+    for settings in ({"use_sequential_levels": True}, {"distribution_mode": "exploration"}):
+        run = ppo.Args(env_id="coinrun", **settings)
         with pytest.raises(InputError, match="need Procgen, one level an episode: leave them out"):
-            evaluate.Task(evaluate.Args(**asked), None, run, make_vec)
+            evaluate.Task(evaluate.Args(levels="3"), None, run, make_vec)
 
 
 def test_readmes_code_lets_agents_act(bossfight, tmp_path):

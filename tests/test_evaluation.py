@@ -69,9 +69,7 @@ def test_every_environment_plays_its_first_episodes():
         counts = [step for length in expected[-1] for step in range(length)]
         assert states[number][: len(counts)].tolist() == counts
     assert returns_of(played).tolist() == expected  # the reward is 1 a step
-    assert [[(episode.env, episode.length) for episode in each] for each in played] == [
-        [(env, length) for length in each] for env, each in enumerate(expected)
-    ]
+    assert [[episode.length for episode in each] for each in played] == expected
     assert set(np.array(expected).flatten()) == {1, 20}
 
 
@@ -138,8 +136,9 @@ def test_levels_are_those_asked_for():
     many = {"eval_episodes": 64, "num_envs": 64}
     evaluator = evaluator_of(num_levels=5, eval_num_levels=10, eval_start_level=5, **many)
     assert set(level_seeds(evaluator.held_out.envs)) == set(range(5, 15))
-    levels = level_seeds(evaluator_of(**many).held_out.envs) + level_seeds(make_envs("coinrun", 64, seed=4))
-    assert len(set(levels)) == 128
+    training = make_envs("coinrun", 64, seed=4)
+    training.reset()  # the seeds are there once the first frames are
+    assert len(set(level_seeds(evaluator_of(**many).held_out.envs) + level_seeds(training))) == 128
 
 
 @pytest.mark.parametrize(
