@@ -66,12 +66,11 @@ class Args:
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
     """Procgen's difficulty for --random-policy (None: easy); an agent plays in that of its run"""
     episodes: NotNegative[int] = 500
-    """episodes in all; rounded up to as many for each environment, or for each level named by number; 0 for none"""
+    """episodes in all; rounded up to as many for each environment, or each level that --levels numbers; 0 for none"""
     num_envs: Positive[int] = 50
     """environments side by side"""
     levels: str = "all"
-    """Procgen levels: all there are; unseen or train: of a run with --num-levels, those that it was not trained on, or
-    was; or exactly those named by number, such as 3,17,100-120"""
+    """Procgen levels: all, train, unseen (those that a run with --num-levels was not trained on), or 3,17,100-120"""
     per_level: Path | None = None
     """write a row for each level that was played to this CSV, which must be new"""
     greedy: bool = False
@@ -114,7 +113,7 @@ def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
 
 
 class RandomPolicy(nn.Module):
-    """Draws each action at random."""
+    """Draws each action at random. `HeldOut.play` takes it as the likeliest one."""
 
     def __init__(self, actions: gym.Space, seed: int):
         super().__init__()
