@@ -1,30 +1,34 @@
 """Play the agent of a run, finished or not, or a random policy: mean return, standard error, interquartile mean.
 
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --episodes 500
-    python benchmarks/evaluate.py runs/coinrun__ppo__1__1795202643 --levels train --greedy
+    python benchmarks/evaluate.py runs/coinrun__ppo__1__1795202643 --levels 0-199,1000-1199 --per-level levels.csv
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643/model.pt --video out.mp4      # or out.gif
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --export policy.pt --episodes 0
     python benchmarks/evaluate.py --random-policy starpilot fruitbot    # what a learning curve has to rise above
 
 Every environment plays the same number of episodes, so that short episodes do not count more often than long ones.
 
---export writes TorchScript, a file that runs without this code, in Python or C++. The exported policy takes a batch of
-observations, uint8 frames [B, height, width, channels] or float32 vectors [B, size], and returns the parameters of the
-action distributions, float32 [B, P] (of discrete actions the logits), as `get_action_dist` makes them, in float32
-throughout. With an LSTM it takes and returns the state [2, B, H], too, which is zero where an episode starts.
+--export writes TorchScript, a file that runs without this code, in Python or C++. The policy takes a batch of uint8
+frames [B, height, width, channels] or float32 vectors [B, size], and returns the parameters of the action distributions
+as `get_action_dist` makes them, float32 [B, P] (of discrete actions the logits). With an LSTM it takes and returns the
+state [2, B, H], too, which is zero where an episode starts.
 """
 
+import csv
 import importlib.util
 import io
+import itertools
 import math
-import os
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -38,13 +42,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, TrainingError
 from common.checkpoint import load_agent
 from common.device import resolve_device, setup_device
-from common.envs import Envs, Episode, finished_episodes, make_vec, open_video, spread_seed
+from common.envs import Envs, Episode, make_vec, open_video, spread_seed
 from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
+from common.procgen_env import LAST_LEVEL, ProcgenVectorEnv
 from common.run import write_atomically
 from common.session import one_line_errors
-from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits, flag
+from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits
 
-LAST_LEVEL = 2**31 - 1
+MOST_LEVELS = 1_000_000  # of a range
+FIGURES = {
+    "mean": "episodic_return", "standard error": "standard_error", "normalised mean": "normalized_return",
+    "mean length": "episodic_length", "share of levels solved": "level_complete",
+}  # fmt: skip
 TOLERANCE = 1e-4  # of an exported policy's outputs: PyTorch's kernels and ours add up in another order
 
 
@@ -57,11 +66,13 @@ class Args:
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
     """Procgen's difficulty for --random-policy (None: easy); an agent plays in that of its run"""
     episodes: NotNegative[int] = 500
-    """episodes in all; rounded up to as many for each environment; 0 for none"""
+    """episodes in all; rounded up to as many for each environment, or each level that --levels numbers; 0 for none"""
     num_envs: Positive[int] = 50
     """environments side by side"""
-    levels: Literal["all", "unseen", "train"] = "all"
-    """Procgen levels: all there are; or of a run with --num-levels, those that it was not trained on, or was"""
+    levels: str = "all"
+    """Procgen levels: all, train, unseen (those that a run with --num-levels was not trained on), or 3,17,100-120"""
+    per_level: Path | None = None
+    """write a row for each level that was played to this CSV, which must be new"""
     greedy: bool = False
     """take the likeliest action instead of drawing one"""
     device: str = "auto"
@@ -80,71 +91,117 @@ class Args:
     """pixels of an environment in the video: Procgen draws 512"""
 
 
-def level_range(args: Any, levels: str) -> dict[str, int]:
-    """`num_levels` and `start_level` of the environments for a run with the settings `args`.
-
-    Raises InputError where there are no unseen levels.
-    """
-    if levels == "unseen" and not args.num_levels:
+def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
+    """`num_levels` and `start_level` for --levels and a run's settings, and the levels named by number, in order."""
+    first = run.start_level + run.num_levels
+    words = {"all": (0, 0), "train": (run.num_levels, run.start_level), "unseen": (LAST_LEVEL - first, first)}
+    if text == "unseen" and not run.num_levels:
         raise InputError("--levels unseen: this run was trained on all levels: none is unseen: use --levels all.")
-    if levels == "train":
-        return {"num_levels": args.num_levels, "start_level": args.start_level}
-    if levels == "unseen":
-        first = args.start_level + args.num_levels
-        return {"num_levels": LAST_LEVEL - first, "start_level": first}
-    return {"num_levels": 0, "start_level": 0}
+    if text in words:
+        return *words[text], []
+    levels = set()
+    for part in text.split(","):
+        try:
+            bounds = [int(bound) for bound in part.split("-")]
+        except ValueError:
+            bounds = []
+        if len(bounds) not in (1, 2) or not bounds[0] <= bounds[-1] < min(bounds[0] + MOST_LEVELS, LAST_LEVEL):
+            known = f"all, unseen, train, numbers below {LAST_LEVEL} or ranges of at most {MOST_LEVELS}: 3,17,100-120"
+            raise InputError(f"--levels {part} cannot work: use {known}.")
+        levels.update(range(bounds[0], bounds[-1] + 1))
+    return 0, 0, sorted(levels)
 
 
-class Video:
-    """A file with a grid of environments, a frame a step. Raises OSError if it cannot be written."""
+class RandomPolicy(nn.Module):
+    """Draws each action at random. `HeldOut.play` takes it as the likeliest one."""
 
-    def __init__(self, path: Path, columns: int, size: int, fps: int):
-        self.path, self.columns, self.size, self.fps = path, columns, size, fps
-        self.gif, self.writer, self.content = [], None, io.BytesIO()
-        path.open("ab").close()  # before anything is played
+    def __init__(self, actions: gym.Space, seed: int):
+        super().__init__()
+        self.actions = actions
+        actions.seed(seed)
 
-    def add(self, frames: list[np.ndarray]) -> None:
-        """Add a frame of each environment, uint8 [height, width, 3]."""
-        tiles = [np.asarray(Image.fromarray(frame).resize((self.size,) * 2, Image.Resampling.BOX)) for frame in frames]
-        rows = [np.concatenate(tiles[n : n + self.columns], axis=1) for n in range(0, len(tiles), self.columns)]
-        picture = np.concatenate(rows)
-        if self.path.suffix == ".gif":
-            self.gif.append(Image.fromarray(picture).quantize(64))
-            return
-        if self.writer is None:
-            self.writer = open_video(self.content, self.fps)
-        self.writer.write_frame(picture)
-
-    def finish(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-        if self.gif:
-            first, *rest = self.gif
-            first.save(self.content, "GIF", save_all=True, append_images=rest, duration=round(1000 / self.fps), loop=0)
-        self.path.write_bytes(self.content.getbuffer())
+    def get_action_dist(self, obs: Tensor, state: None) -> tuple[SimpleNamespace, None]:
+        return SimpleNamespace(mode=torch.as_tensor(self.actions.sample())), None
 
 
-def film(args: Args, agent: nn.Module, settings: Any, make_envs: Callable, seed: int, device: torch.device) -> None:
+class Task:
+    """What an agent is to play, or a random policy where `agent` is None. Raises InputError if that cannot be."""
+
+    def __init__(self, args: Args, agent: nn.Module | None, run: Any, make_envs: Callable):
+        self.agent, self.make_envs, self.greedy = agent, make_envs, args.greedy or agent is None
+        self.games, self.mode, self.device = run.env_id.split(","), run.distribution_mode, resolve_device(args.device)
+        self.seed = args.seed if agent is None else spread_seed(args.seed, EVALUATION)
+        num_levels, start_level, self.levels = levels_of(run, args.levels)
+        self.settings = replace(run, num_threads=None, num_levels=num_levels, start_level=start_level)
+        envs = make_envs(self.settings, len(self.games), self.seed)
+        envs.close()
+        self.fps = envs.metadata.get("render_fps", 30)
+        one_level = isinstance(envs.unwrapped, ProcgenVectorEnv) and not run.use_sequential_levels
+        if (self.levels or args.per_level) and (not one_level or self.mode == "exploration"):
+            raise InputError("--per-level and numbers in --levels need Procgen, one level an episode: leave them out.")
+        self.trained = range(0)
+        if agent is not None and one_level:
+            self.trained = range(run.start_level, run.start_level + run.num_levels or LAST_LEVEL)
+
+    def play(self, levels: list[int], num_envs: int, quota: int, on_step: Callable, render: bool = False) -> list:
+        """The first `quota` episodes of each environment; or those on `levels`, which the environments of a game share.
+        At the start and after each step, `on_step` gets the environments and the number of finished episodes."""
+        envs = Envs(self.make_envs(self.settings, num_envs, self.seed, render))
+        held_out, games = HeldOut(envs, self.seed, self.device), len(self.games)
+        agent = self.agent or RandomPolicy(envs.unwrapped.action_space, self.seed)
+        shares = [levels[env // games :: num_envs // games] or levels for env in range(num_envs)]
+        queues = [itertools.cycle(share) for share in shares]
+
+        def after_step(finished: int) -> None:
+            begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
+            for env in begun:
+                envs.set_next_level(env, next(queues[env]))
+            on_step(envs, finished)
+
+        if levels:
+            envs.reset(options={"levels": [next(queue) for queue in queues]})
+        after_step(0)
+        held_out.start = envs.state_dict()
+        played = held_out.play(agent, quota, self.greedy, after_step)
+        envs.close()
+        return [each[: len(share)] for each, share in zip(played, shares, strict=True)] if levels else played
+
+
+def tile(frames: list[np.ndarray], columns: int, size: int) -> np.ndarray:
+    """A grid of frames, each uint8 [height, width, 3], row by row; `size` is the width and height of a tile."""
+    tiles = [np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX)) for frame in frames]
+    rows = [np.concatenate(tiles[n : n + columns], axis=1) for n in range(0, len(tiles), columns)]
+    return np.concatenate(rows)
+
+
+def film(args: Args, task: Task) -> None:
     """Write the video, of environments of its own. Raises InputError if that fails."""
     columns, rows = args.video_grid
-    if columns * rows % (games := len(settings.env_id.split(","))):
+    if columns * rows % (games := len(task.games)):
         raise InputError(f"--video-grid {columns} {rows} cannot be shared by {games} games: use a multiple of {games}.")
-    envs = Envs(make_envs(settings, columns * rows, seed, render=True))
-    fps = envs.metadata.get("render_fps", 30)
-    frames_left = iter(range(math.ceil(args.video_seconds * fps)))
+    frames_left = iter(range(math.ceil(args.video_seconds * task.fps)))
+    content, gif = io.BytesIO(), []
+    mp4 = open_video(content, task.fps) if args.video.suffix == ".mp4" else None
+
+    def on_step(envs: Envs, finished: int) -> None:
+        if next(frames_left, None) is None:
+            return
+        picture = tile(envs.render(), columns, args.video_size)
+        if mp4 is None:
+            gif.append(Image.fromarray(picture).quantize(64))
+        else:
+            mp4.write_frame(picture)
+
     try:
-        video = Video(args.video, columns, args.video_size, fps)
-
-        def on_step(finished: int) -> None:
-            if next(frames_left, None) is not None:
-                video.add(envs.render())
-
-        HeldOut(envs, seed, device).play(agent, 1, args.greedy, on_step)
-        video.finish()
+        args.video.open("ab").close()  # before anything is played
+        task.play(task.levels, columns * rows, 1, on_step, render=True)
+        if mp4 is None:
+            gif[0].save(content, "GIF", save_all=True, append_images=gif[1:], duration=round(1000 / task.fps), loop=0)
+        else:
+            mp4.close()
+        args.video.write_bytes(content.getbuffer())
     except OSError as error:
         raise InputError(f"--video {args.video} cannot be written ({error.strerror}).") from error
-    finally:
-        envs.close()
     print(f"{args.video}: the first episodes of {columns * rows} environments", flush=True)
 
 
@@ -162,13 +219,18 @@ class Policy(nn.Module):
         return params if state is None else (params, next_state)
 
 
-def export(source: Path, out: Path) -> None:
-    """Write the policy of a run folder, model or checkpoint to `out`.
+def write_new(name: str, path: Path, content: bytes) -> None:
+    """Write the file that the flag `name` names. Raises InputError if it exists or cannot be written."""
+    try:
+        if path.exists():
+            raise InputError(f"{name} {path} exists: choose another name, or remove it first.")
+        write_atomically(path, content)
+    except OSError as error:
+        raise InputError(f"{name} {path} cannot be written ({error.strerror}).") from error
 
-    Raises InputError if `out` exists or cannot be written; TrainingError if what is exported differs from the agent.
-    """
-    if os.path.exists(out):
-        raise InputError(f"--export {out} exists: choose another name, or remove it first.")
+
+def export(source: Path, out: Path) -> None:
+    """Write the policy of a run folder, model or checkpoint. Raises InputError, and TrainingError if it differs."""
     agent, args, make_envs = load_agent(source)
     agent.bf16 = False
     envs = Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))
@@ -189,10 +251,7 @@ def export(source: Path, out: Path) -> None:
             errors = torch.stack([(mine - theirs).abs().max() for mine, theirs in pairs])
             if not (errors <= TOLERANCE).all():  # nor NaN
                 raise TrainingError(f"the exported policy differs from the agent, by up to {errors.max():.3g}")
-    try:
-        write_atomically(out, scripted.save_to_buffer())
-    except OSError as error:
-        raise InputError(f"--export {out} cannot be written ({error.strerror}).") from error
+    write_new("--export", out, scripted.save_to_buffer())
     print(f"{out} gives the same as the agent of {source} (within {TOLERANCE}, float32).", flush=True)
 
 
@@ -200,18 +259,16 @@ def check(args: Args) -> None:
     """Raise InputError for settings that cannot work."""
     check_limits(args)
     if args.source is None and not args.random_policy:
-        raise InputError(
-            "nothing to play is named: name a run folder, a model or a checkpoint, or use --random-policy."
-        )
-    if args.episodes == 0 and args.export is None and args.video is None:
-        raise InputError("--episodes 0 leaves nothing to do: use a number above 0, or add --export or --video.")
+        raise InputError("nothing to play is named: give a run folder, a model or a checkpoint, or --random-policy.")
+    if args.episodes == 0 and (args.per_level is not None or (args.export is None and args.video is None)):
+        raise InputError("--episodes 0 leaves nothing to do: use a number above 0, or --export or --video alone.")
     if args.source is not None and args.distribution_mode is not None:
         raise InputError("--distribution-mode is for --random-policy: leave it out, as an agent plays in its run's.")
-    if args.random_policy:
-        for name in ("source", "levels", "greedy", "export", "video"):
-            if getattr(args, name) != getattr(Args, name):
-                what = args.source if name == "source" else flag(name)
-                raise InputError(f"{what} is for an agent: leave it out, or --random-policy.")
+    if args.random_policy and (args.source or args.greedy or args.export or args.video):
+        raise InputError("--random-policy plays without an agent: leave out the run, --greedy, --export and --video.")
+    if args.per_level is not None:  # before anything is played
+        write_new("--per-level", args.per_level, b"")
+        args.per_level.unlink()
     if args.video is None:
         return
     if args.video.suffix not in (".mp4", ".gif"):
@@ -226,77 +283,72 @@ def check(args: Args) -> None:
         raise InputError(f"--video-size {args.video_size} is too large for this --video-grid: use at most {largest}.")
 
 
-def play_randomly(envs: Envs, quota: int, seed: int) -> list[list[Episode]]:
-    """The first `quota` episodes of each environment with random actions."""
-    envs.reset(seed=seed)
-    actions = envs.unwrapped.action_space  # a wrapper's has no bounds
-    actions.seed(seed)
-    episodes = [[] for _ in range(envs.num_envs)]
-    while min(map(len, episodes)) < quota:
-        for episode in finished_episodes(envs.step(actions.sample())[-1]):
-            episodes[episode.env].append(episode)
-    return [each[:quota] for each in episodes]
+def by_level(game: str, episodes: list[Episode], mode: str, trained: range) -> list[dict[str, Any]]:
+    """The rows of --per-level for a game, in order. `trained` are the training levels."""
+    found, rows = defaultdict(list), []
+    for episode in episodes:
+        found[episode.level_seed].append(episode)
+    for level, each in sorted(found.items()):
+        row = {"env_id": game, "level_seed": level, "training_level": int(level in trained)}
+        rows.append(row | summaries([each], [game], mode)[game])
+    return rows
 
 
-def summarise(played: list[list[Episode]], games: list[str], mode: str) -> dict[str, float]:
-    """Print and return the figures of each game. Environment i has played `games[i % len(games)]`."""
+def gaps(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean over training levels minus mean over held-out levels; the levels are the samples of its standard error."""
     figures = {}
-    for number, (game, summary) in enumerate(summaries(played, games, mode).items()):
-        returns = [episode.episodic_return for each in played[number :: len(games)] for episode in each]
-        figures |= {
-            f"{game} mean": summary["episodic_return"],
-            f"{game} standard error": summary["standard_error"],
-            f"{game} IQM": stats.trim_mean(returns, 0.25),
-            f"{game} normalised mean": summary["normalized_return"],
-            f"{game} mean length": summary["episodic_length"],
-            f"{game} share of levels solved": summary["level_complete"],
-        }
+    for name, column in (("gap", "episodic_return"), ("gap in share of levels solved", "level_complete")):
+        trained = [row[column] for row in rows if row["training_level"]]
+        held_out = [row[column] for row in rows if not row["training_level"]]
+        if trained and held_out:
+            errors = [stats.sem(means) if len(means) > 1 else math.nan for means in (trained, held_out)]
+            figures |= {name: np.mean(trained) - np.mean(held_out), f"{name}, standard error": math.hypot(*errors)}
+    return figures
+
+
+def evaluate(args: Args, task: Task, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Print and return the figures of each game, and add to the rows of --per-level."""
+    levels = task.levels * math.ceil(args.episodes / max(1, len(task.levels) * len(task.games)))
+    episodes = len(levels) * len(task.games) or args.episodes
+    num_envs, quota = share_episodes(episodes, args.num_envs, task.games)
+    what = f"{args.source or 'random policy'}: {task.settings.env_id}, {task.mode}, levels {args.levels}"
+    print(f"{what}, {episodes if levels else num_envs * quota} episodes", flush=True)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        number = bar.add_task("episodes", total=num_envs * quota)
+        played = task.play(levels, num_envs, quota, lambda _, finished: bar.update(number, completed=finished))
+    figures = {}
+    for number, (game, summary) in enumerate(summaries(played, task.games, task.mode).items()):
+        episodes = [episode for each in played[number :: len(task.games)] for episode in each]
+        own_rows = by_level(game, episodes, task.mode, task.trained)
+        values = {name: summary[column] for name, column in FIGURES.items()}
+        values["IQM"] = stats.trim_mean([episode.episodic_return for episode in episodes], 0.25)
+        figures |= {f"{game} {name}": value for name, value in (values | gaps(own_rows)).items()}
+        rows += own_rows
     for name, value in figures.items():
         print(f"{name}: {value:.3f}")
     return figures
 
 
-def evaluate_random_policy(args: Args) -> dict[str, float]:
-    mode = args.distribution_mode or "easy"
-    made, figures = [], {}
-    for env_id in args.random_policy:  # all tasks are known before the first is played
-        num_envs, quota = share_episodes(args.episodes, args.num_envs, env_id.split(","))
-        settings = EnvArgs(env_id=env_id, distribution_mode=mode)
-        made.append((env_id, Envs(make_vec(settings, num_envs, args.seed)), quota))
-    for env_id, envs, quota in made:
-        print(f"random policy: {env_id}, {mode}, {envs.num_envs * quota} episodes", flush=True)
-        figures |= summarise(play_randomly(envs, quota, args.seed), env_id.split(","), mode)
-        envs.close()
-    return figures
-
-
-def evaluate_agent(args: Args) -> dict[str, float]:
-    device = resolve_device(args.device)
-    setup_device(device, seed=args.seed)
-    agent, settings, make_envs = load_agent(args.source, device)
-    games, seed = settings.env_id.split(","), spread_seed(args.seed, EVALUATION)
-    settings = replace(settings, num_threads=None, **level_range(settings, args.levels))
-    if args.export is not None:
-        export(args.source, args.export)
-    if args.video is not None:
-        film(args, agent, settings, make_envs, seed, device)
-    if args.episodes == 0:
-        return {}
-    num_envs, quota = share_episodes(args.episodes, args.num_envs, games)
-    envs = Envs(make_envs(settings, num_envs, seed))
-    print(f"{args.source}: {settings.env_id}, {args.levels} levels, {num_envs * quota} episodes", flush=True)
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("episodes", total=num_envs * quota)
-        held_out = HeldOut(envs, seed, device)
-        played = held_out.play(agent, quota, args.greedy, lambda finished: bar.update(task, completed=finished))
-    envs.close()
-    return summarise(played, games, settings.distribution_mode)
-
-
 def main(args: Args) -> dict[str, float]:
     """Write what is asked for; then play, print and return the figures. Raises InputError."""
     check(args)
-    return evaluate_random_policy(args) if args.random_policy else evaluate_agent(args)
+    device, mode = resolve_device(args.device), args.distribution_mode or "easy"
+    setup_device(device, seed=args.seed)
+    tasks = [Task(args, None, EnvArgs(env_id=name, distribution_mode=mode), make_vec) for name in args.random_policy]
+    if args.source is not None:
+        tasks.append(Task(args, *load_agent(args.source, device)))
+    if args.export is not None:
+        export(args.source, args.export)
+    if args.video is not None:
+        film(args, tasks[0])
+    figures, rows = {}, []
+    for task in tasks if args.episodes > 0 else []:
+        figures |= evaluate(args, task, rows)
+    if args.per_level is not None:
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([rows[0].keys(), *(row.values() for row in rows)])
+        write_new("--per-level", args.per_level, table.getvalue().encode())
+    return figures
 
 
 if __name__ == "__main__":

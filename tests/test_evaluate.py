@@ -1,5 +1,6 @@
 """benchmarks/evaluate.py: figures and videos of an agent or a random policy, and the policy in a file of its own."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import ppg
 import ppo
 from common import InputError, TrainingError
 from common.checkpoint import load_agent
-from common.envs import spread_seed
+from common.envs import Episode, make_vec, spread_seed
 from common.evaluation import EVALUATION, HeldOut
 from common.run import ROOT, lock_folder
-from helpers import ALL, level_seeds, make_envs, small_args
+from common.settings import flag
+from helpers import ALL, level_seeds, make_envs, read_csv, small_args
+from test_evaluation import episodes_with
 
 
 def train(script, runs_dir, env_id, **settings):
@@ -42,7 +45,7 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     lock = lock_folder(run_dir)  # as if it were still running
     figures = evaluate.main(evaluate.Args(run_dir, episodes=7, num_envs=3, device="cpu"))
     lock.close()
-    assert {name: round(value, 6) for name, value in figures.items() if "normalised" not in name} == {
+    assert {name: round(value, 6) for name, value in figures.items() if not np.isnan(value)} == {
         "TestCount-v0 mean": 5, "TestCount-v0 standard error": 0, "TestCount-v0 IQM": 5, "TestCount-v0 mean length": 5,
     }  # fmt: skip
     output = capsys.readouterr().out
@@ -57,39 +60,89 @@ def test_two_games(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--video-grid 3 1 cannot be shared by 2 games: use a multiple of 2"):
         evaluate.main(evaluate.Args(run_dir, device="cpu", video=tmp_path / "out.gif", video_grid=(3, 1)))
     returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
-    monkeypatch.setattr(HeldOut, "play", lambda *args: (returns, returns + 1))
+    monkeypatch.setattr(HeldOut, "play", lambda *args: episodes_with(returns))
     figures = evaluate.main(evaluate.Args(run_dir, episodes=8, num_envs=4, device="cpu"))
     coinrun = [figures[f"coinrun {name}"] for name in ("mean", "standard error", "IQM", "normalised mean")]
     assert coinrun == pytest.approx([7.5, 5 / 2, 10, 0.5])
     assert (figures["maze mean"], figures["maze mean length"]) == (6.25, 7.25)
+    assert (figures["coinrun share of levels solved"], figures["maze share of levels solved"]) == (0.75, 0.25)
 
 
-def test_levels(bossfight, monkeypatch):
-    """Those of the run are 4, 5 and 6."""
-    played = []
-    monkeypatch.setattr(
-        HeldOut, "play", lambda held_out, *_: played.append(level_seeds(held_out.envs)) or np.ones((2, 32, 1))
-    )
-    for levels in ("train", "all"):
-        evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu"))
-    assert set(played[0]) == {4, 5, 6} != set(played[1])
-    assert evaluate.level_range(ppo.Args(num_levels=3, start_level=4), "unseen")["start_level"] == 7
+def test_words_for_levels(bossfight, tmp_path):
+    """The run's levels are 4, 5 and 6."""
+    for levels in ("train", "unseen", "all"):
+        path = tmp_path / f"{levels}.csv"
+        evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu", per_level=path))
+        rows = read_csv(path)
+        assert sum(int(row["episodes"]) for row in rows) == 32
+        trained = {int(row["level_seed"]) for row in rows} & {4, 5, 6}
+        assert trained == ({4, 5, 6} if levels == "train" else set())
+        assert {row["training_level"] for row in rows} == {str(int(levels == "train"))}
+    assert evaluate.levels_of(ppo.Args(num_levels=3, start_level=4), "unseen") == (2**31 - 1 - 7, 7, [])
     with pytest.raises(InputError, match="none is unseen: use --levels all"):
-        evaluate.level_range(ppo.Args(), "unseen")
+        evaluate.levels_of(ppo.Args(), "unseen")
 
 
-def test_a_gif(bossfight, tmp_path):
-    path = tmp_path / "out.gif"
-    args = evaluate.Args(bossfight, episodes=6, num_envs=6, levels="train", device="cpu", video=path)
+@pytest.mark.parametrize(
+    ("games", "levels", "num_envs", "episodes", "expected", "count"),
+    [
+        ("bossfight", "3,7,11-12,3", 9, 1, {3, 7, 11, 12}, 1),
+        ("bossfight", "2147483646,0-29", 4, 40, {*range(30), 2**31 - 2}, 2),
+        ("starpilot,bossfight", "5,8-12", 4, 36, {5, *range(8, 13)}, 3),
+        ("starpilot,bossfight", "8-10", 14, 7, {8, 9, 10}, 2),
+    ],
+)
+def test_levels_by_number(games, levels, num_envs, episodes, expected, count, tmp_path, monkeypatch, capsys):
+    """Fewer than environments, and more. Later episodes on a level than those asked for do not count."""
+    played, play = [], HeldOut.play
+    monkeypatch.setattr(HeldOut, "play", lambda *args: played.extend(play(*args)) or list(played))
+    args = evaluate.Args(random_policy=(games,), levels=levels, num_envs=num_envs, episodes=episodes)
+    args.per_level = tmp_path / "levels.csv"
+    evaluate.main(args)
+    games = games.split(",")
+    assert f"levels {levels}, {len(games) * len(expected) * count} episodes" in capsys.readouterr().out
+    rows = {(row["env_id"], int(row["level_seed"])): row for row in read_csv(args.per_level)}
+    assert rows.keys() == set(itertools.product(games, expected))
+    for (game, level), row in rows.items():
+        episodes = [episode for turn in zip(*played[games.index(game) :: len(games)], strict=True) for episode in turn]
+        own = [episode for episode in episodes if episode.level_seed == level][:count]
+        assert int(row["episodes"]) == len(own) == count
+        assert float(row["episodic_return"]) == pytest.approx(np.mean([episode.episodic_return for episode in own]))
+        assert float(row["level_complete"]) == np.mean([episode.level_complete for episode in own])
+
+
+def test_gap_between_training_and_held_out_levels(bossfight, tmp_path, monkeypatch):
+    """Of means over the episodes of levels; 4, 5 and 6 are the run's."""
+    returns = {3: (1, 3), 4: (0, 2), 5: (3, 3), 7: (2, 2), 8: (12, 4)}  # levels are solved above 1
+    played = [[Episode(0, each, 1, level, each > 1) for each in pair] for level, pair in returns.items()]
+    monkeypatch.setattr(HeldOut, "play", lambda *args: played)
+    args = evaluate.Args(bossfight, levels="3-5,7-8", episodes=10, num_envs=5, device="cpu")
+    args.per_level = tmp_path / "levels.csv"
+    figures = evaluate.main(args)
+    found = [(row["level_seed"], row["training_level"], row["episodic_return"]) for row in read_csv(args.per_level)]
+    assert found == [("3", "0", "2.0"), ("4", "1", "1.0"), ("5", "1", "3.0"), ("7", "0", "2.0"), ("8", "0", "8.0")]
+    gap, share = "bossfight gap", "bossfight gap in share of levels solved"
+    assert {name: value for name, value in figures.items() if "gap" in name} == pytest.approx({
+        gap: 2 - 4, f"{gap}, standard error": (2 / 2 + 12 / 3) ** 0.5,
+        share: 3 / 4 - 5 / 6, f"{share}, standard error": (1 / 8 / 2 + 1 / 12 / 3) ** 0.5,
+    })  # fmt: skip
+    rows = [{"training_level": n, "episodic_return": 7.0 * n, "level_complete": 0.0} for n in (0, 1)]
+    assert list(evaluate.gaps(rows).values()) == pytest.approx([7, np.nan, 0, np.nan], nan_ok=True)
+    assert evaluate.gaps(rows[1:]) == {}
+
+
+def test_a_gif(bossfight, tmp_path, monkeypatch):
+    """Environments fill the grid row by row; levels by number fill it from the first."""
+    path, first, play = tmp_path / "out.gif", [], HeldOut.play
+    monkeypatch.setattr(HeldOut, "play", lambda self, *args: first.append(level_seeds(self.envs)) or play(self, *args))
+    args = evaluate.Args(bossfight, episodes=0, levels="17,19-20", device="cpu", video=path, video_grid=(2, 2))
     args.video_seconds, args.video_size = 0.5, 40  # at 15 frames a second
     evaluate.main(args)
     with Image.open(path) as gif:
-        assert (gif.n_frames, gif.size) == (8, (120, 80))
-    video = evaluate.Video(path, columns=3, size=4, fps=1)  # environments fill the grid row by row
-    video.add([np.full((8, 8, 3), 40 * n, np.uint8) for n in range(6)])
-    video.finish()
-    with Image.open(path) as gif:
-        assert np.asarray(gif.convert("L"))[::4, ::4].tolist() == [[0, 40, 80], [120, 160, 200]]
+        assert (gif.n_frames, gif.size) == (8, (80, 80))
+    assert first == [[17, 19, 20, 17]]
+    frames = [np.full((8, 8, 3), 40 * n, np.uint8) for n in range(6)]
+    assert evaluate.tile(frames, columns=3, size=4)[::4, ::4, 0].tolist() == [[0, 40, 80], [120, 160, 200]]
 
 
 def test_a_video(bossfight, tmp_path):
@@ -103,7 +156,6 @@ def test_a_video(bossfight, tmp_path):
     assert len(frames) == 6
     assert frames[0].shape == (512, 1024, 3)
     envs = make_envs("bossfight", 2, seed=spread_seed(1, EVALUATION), render=True)
-    # the first frame is that after a step, nearly the first of all
     assert abs(frames[0].astype(float) - np.concatenate(envs.render(), axis=1)).mean() < 12
     envs.close()
 
@@ -114,9 +166,9 @@ def test_random_actions_of_any_kind(env_id, capsys):
     figures = evaluate.main(args)
     games = env_id.split(",")
     assert figures["TestCount-v0 mean"] == figures["TestCount-v0 mean length"] == 5
-    assert len(figures) == 5 * (1 + len(games))
+    assert len(figures) == 6 * (1 + len(games))
     assert all(figures[f"{game} mean length"] > 0 for game in games)
-    assert f"random policy: {env_id}, easy, 8 episodes" in capsys.readouterr().out
+    assert f"random policy: {env_id}, easy, levels all, 8 episodes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -127,18 +179,30 @@ def test_random_actions_of_any_kind(env_id, capsys):
         ({"video": Path("out.gif"), "video_size": 5462}, "--video-size 5462 is too large .*: use at most 5461"),
         ({"video": Path("out.mp4"), "video_size": 85}, "--video-size 85 cannot work for out.mp4"),
         ({"source": None}, "nothing to play is named"),
-        ({"random_policy": ("maze",)}, ".*bossfight.* is for an agent: leave it out, or --random-policy"),
+        ({"random_policy": ("maze",)}, "--random-policy plays without an agent: leave out the run, --greedy"),
+        *(({"levels": f"3,{part}"}, f"--levels {part} cannot work: use all") for part in ("5-3", "x", "2147483647")),
+        *(({"levels": part}, f"--levels {part} cannot work: use all") for part in ("", "-4", "1-2-3", "0-1000000")),
+        ({"per_level": Path("nowhere/levels.csv")}, r"--per-level nowhere/levels.csv cannot be written \(No such file"),
+        ({"per_level": Path("levels.csv"), "episodes": 0, "export": Path("x.pt")}, "--episodes 0 leaves nothing to do"),
+        ({"source": None, "random_policy": ("maze", "TestCount-v0"), "levels": "3"}, "numbers in --levels need"),
+        ({"source": None, "random_policy": ("CartPole-v1",), "per_level": Path("x.csv")}, "--per-level and numbers in"),
         ({"source": None, "random_policy": ("maze", "nothing")}, "'nothing' is not known"),
     ],
-)
+)  # fmt: skip
 def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     """Nothing is played or written."""
     monkeypatch.chdir(tmp_path)
-    for place, name in ((HeldOut, "play"), (evaluate, "play_randomly")):
-        monkeypatch.setattr(place, name, mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(HeldOut, "play", mock.Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=words):
         evaluate.main(evaluate.Args(**{"source": bossfight} | settings))
     assert not list(tmp_path.iterdir())
+
+
+def test_levels_that_cannot_be_told_apart():
+    for settings in ({"use_sequential_levels": True}, {"distribution_mode": "exploration"}):
+        run = ppo.Args(env_id="coinrun", **settings)
+        with pytest.raises(InputError, match="need Procgen, one level an episode: leave them out"):
+            evaluate.Task(evaluate.Args(levels="3"), None, run, make_vec)
 
 
 def test_readmes_code_lets_agents_act(bossfight, tmp_path):
@@ -177,8 +241,10 @@ for folder in sys.argv[1:]:
 def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monkeypatch):
     model, out = train(ppo, tmp_path / "runs", "CartPole-v1") / "model.pt", tmp_path / "policy.pt"
     content = model.read_bytes()
-    with pytest.raises(InputError, match=f"^--export {model} exists: choose another name, or remove it first.$"):
-        evaluate.main(evaluate.Args(model, export=model))
+    for name in ("export", "per_level"):
+        words = f"^{flag(name)} {model} exists: choose another name, or remove it first.$"
+        with pytest.raises(InputError, match=words):
+            evaluate.main(evaluate.Args(model, **{name: model}))
     assert model.read_bytes() == content
     trace, (agent, *_) = torch.jit.trace, load_agent(model)
     for change, error in ((1e-3, r"0\.001"), (torch.nan, "nan")):

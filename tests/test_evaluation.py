@@ -10,6 +10,7 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 import impala
 import ppo
+from common.envs import Episode
 from common.evaluation import RETURN_RANGES, Evaluator, HeldOut, draw, normalized, share_episodes
 from common.procgen_env import PROCGEN_GAMES
 from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars
@@ -40,14 +41,24 @@ def held_out(env_id, num_envs):
 
 
 def evaluator_of(**settings):
-    return Evaluator(make_args(ppo, ".", **{"env_id": "coinrun", "eval_interval": 1} | settings), None, CPU)
+    args = make_args(ppo, ".", **{"env_id": "coinrun", "eval_interval": 1} | settings)
+    return Evaluator(args, None, CPU, ppo.make_envs)
+
+
+def returns_of(played):
+    return np.array([[episode.episodic_return for episode in each] for each in played])
+
+
+def episodes_with(returns):
+    """What `play` gives for returns [N, quota]: an episode is a step longer, on level 0, and solves it from 10 on."""
+    return [[Episode(env, value, value + 1, 0, value >= 10) for value in row] for env, row in enumerate(returns)]
 
 
 @pytest.mark.quick
 def test_every_environment_plays_its_first_episodes():
     """Episodes of 1 step and of 20: the first that end would be the short ones. A state starts at zero with each."""
     player = Player(Categorical(torch.ones(2)))
-    returns, lengths = held_out("TestLuck-v0", 8).play(player, 3, greedy=False)
+    played = held_out("TestLuck-v0", 8).play(player, 3, greedy=False)
     states, expected = torch.stack(player.states, dim=1), []  # [N, steps]
     for number in range(8):
         env = gym.make("TestLuck-v0").unwrapped
@@ -57,8 +68,9 @@ def test_every_environment_plays_its_first_episodes():
             expected[-1].append(env.length)
         counts = [step for length in expected[-1] for step in range(length)]
         assert states[number][: len(counts)].tolist() == counts
-    assert returns.tolist() == lengths.tolist() == expected  # the reward is 1 a step
-    assert set(returns.flatten()) == {1, 20}
+    assert returns_of(played).tolist() == expected  # the reward is 1 a step
+    assert [[episode.length for episode in each] for each in played] == expected
+    assert set(np.array(expected).flatten()) == {1, 20}
 
 
 def test_evaluations_change_nothing_in_the_agent():
@@ -82,10 +94,9 @@ def test_evaluations_change_nothing_in_the_agent():
 def test_greedy_and_stochastic_actions():
     """TestBits pays the share of bits guessed; TestArm the number of the action."""
     player = Player(Categorical(torch.tensor([0.4, 0.6])))
-    greedy, _ = held_out("TestArm-v0", 50).play(player, 4, greedy=True)
-    drawn, _ = held_out("TestArm-v0", 50).play(player, 4, greedy=False)
-    assert (greedy == 10).all()
-    assert drawn.mean() == pytest.approx(6, abs=0.5)  # of 2000 draws; the standard error is .11
+    greedy, drawn = (held_out("TestArm-v0", 50).play(player, 4, greedy=greedy) for greedy in (True, False))
+    assert (returns_of(greedy) == 10).all()
+    assert returns_of(drawn).mean() == pytest.approx(6, abs=0.5)  # of 2000 draws; the standard error is .11
     halves = Player(Independent(Bernoulli(torch.full((4,), 0.5)), 1))  # whose mode is NaN
     with np.errstate(invalid="raise"):
         held_out("TestBits-v0", 4).play(halves, 1, greedy=True)
@@ -99,8 +110,8 @@ def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run(env_id):
     before = torch.get_rng_state()
     first, again = (place.play(agent, 2, greedy=False) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert np.array_equal(first, again)
-    assert len(np.unique(first[1])) > 4  # other levels, other episodes
+    assert first == again
+    assert len({episode.length for each in first for episode in each}) > 4  # other levels, other episodes
 
 
 @pytest.mark.parametrize(
@@ -125,8 +136,9 @@ def test_levels_are_those_asked_for():
     many = {"eval_episodes": 64, "num_envs": 64}
     evaluator = evaluator_of(num_levels=5, eval_num_levels=10, eval_start_level=5, **many)
     assert set(level_seeds(evaluator.held_out.envs)) == set(range(5, 15))
-    levels = level_seeds(evaluator_of(**many).held_out.envs) + level_seeds(make_envs("coinrun", 64, seed=4))
-    assert len(set(levels)) == 128
+    training = make_envs("coinrun", 64, seed=4)
+    training.reset()  # the seeds are there once the first frames are
+    assert len(set(level_seeds(evaluator_of(**many).held_out.envs) + level_seeds(training))) == 128
 
 
 @pytest.mark.parametrize(
@@ -170,7 +182,7 @@ def test_an_evaluated_run_is_the_same_run(script, tmp_path):
 def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     """Environments 0 and 2 play starpilot, 1 and 3 coinrun."""
     returns = {False: np.array([[10.0, 20], [5, 10], [30, 40], [0, 5]]), True: np.full((4, 2), 8.0)}
-    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, _: (returns[greedy], returns[greedy] + 1))
+    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, _: episodes_with(returns[greedy]))
     args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
     path = ppo.main(args)
     rows = read_csv(path / "eval.csv")
@@ -180,6 +192,7 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert float(rows[0]["standard_error"]) == pytest.approx((500 / 3) ** 0.5 / 2, abs=1e-4)
     assert rows[0]["episodic_length"] == "26"
+    assert [row["level_complete"] for row in rows] == ["1", "0.25", "0", "0"]
     assert float(rows[0]["normalized_return"]) == pytest.approx(22.5 / 61.5, abs=1e-5)
     scalars = {tag: points[0][1] for tag, points in read_scalars(path).items() if tag.startswith("eval/")}
     assert scalars == pytest.approx(
@@ -189,6 +202,7 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
             "eval/greedy/episodic_return": 8, "eval/greedy/episodic_return/starpilot": 8,
             "eval/greedy/episodic_return/coinrun": 8, "eval/greedy/episodic_length": 9,
             "eval/greedy/normalized_return": (5.5 / 61.5 + 0.6) / 2,
+            "eval/level_complete": (1 + 1 / 4) / 2, "eval/greedy/level_complete": 0,
         },
         abs=1e-4,
     )  # fmt: skip
