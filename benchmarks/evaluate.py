@@ -61,6 +61,8 @@ TOLERANCE = 1e-4  # of an exported policy's outputs: PyTorch's kernels and ours 
 class Args:
     source: tyro.conf.Positional[Path | None] = None
     """run folder, model or checkpoint"""
+    script: Path | None = None
+    """script to build the agent with, such as the copy in a run folder; None: the one in this tree that made it"""
     random_policy: tuple[str, ...] = ()
     """games, or other tasks, to play with random actions in place of an agent"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
@@ -229,9 +231,9 @@ def write_new(name: str, path: Path, content: bytes) -> None:
         raise InputError(f"{name} {path} cannot be written ({error.strerror}).") from error
 
 
-def export(source: Path, out: Path) -> None:
+def export(source: Path, out: Path, script: Path | None = None) -> None:
     """Write the policy of a run folder, model or checkpoint. Raises InputError, and TrainingError if it differs."""
-    agent, args, make_envs = load_agent(source)
+    agent, args, make_envs = load_agent(source, script=script)
     agent.bf16 = False
     envs = Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))
     obs = torch.as_tensor(envs.reset(seed=1)[0])
@@ -336,9 +338,9 @@ def main(args: Args) -> dict[str, float]:
     setup_device(device, seed=args.seed)
     tasks = [Task(args, None, EnvArgs(env_id=name, distribution_mode=mode), make_vec) for name in args.random_policy]
     if args.source is not None:
-        tasks.append(Task(args, *load_agent(args.source, device)))
+        tasks.append(Task(args, *load_agent(args.source, device, args.script)))
     if args.export is not None:
-        export(args.source, args.export)
+        export(args.source, args.export, args.script)
     if args.video is not None:
         film(args, tasks[0])
     figures, rows = {}, []

@@ -102,7 +102,7 @@ def make_envs(env_id: str, num_envs: int, seed: int, render: bool = False, **set
 
 def level_seeds(envs):
     """The seed of the level that each of Procgen's environments plays."""
-    return envs.unwrapped.infos["level_seed"].tolist()
+    return envs.unwrapped.observe()[-1]["level_seed"].tolist()
 
 
 def wait_until(condition, seconds=120):

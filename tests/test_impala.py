@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +19,7 @@ from common.reward_scale import RewardNormalizer
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script
-from helpers import evaluate, level_seeds, make_envs, read_csv, read_scalars, small_args, wait_until
+from helpers import evaluate, level_seeds, read_csv, read_scalars, small_args, wait_until
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
@@ -104,8 +105,8 @@ def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkey
         return update(agent, *rest)
 
     class Recorded(impala.ActorThreads):
-        def take(self, batch_size):
-            batch = super().take(batch_size)
+        def take(self, *arguments):
+            batch = super().take(*arguments)
             seen.extend(batch)
             return batch
 
@@ -138,7 +139,7 @@ def test_a_slow_learner_fills_the_queue_and_no_more():
     threads = impala.ActorThreads([actor()], 3, torch.device("cpu"), stop)
     threads.start()
     for taken in range(1, 6):
-        assert threads.take(1) == [taken - 1]
+        assert threads.take(1, mock.Mock()) == [taken - 1]
         wait_until(lambda: len(given) == taken + 4)  # noqa: B023  those taken, 3 in the queue, one in the actor's hands
         time.sleep(0.1)
         assert (threads.queue.qsize(), len(given)) == (3, taken + 4)
@@ -170,9 +171,17 @@ def test_actors_play_different_levels(tmp_path):
     assert len(set(levels)) == 24
     with Session(short_args(tmp_path), "impala.py", impala.make_envs) as session:
         actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
-    one = make_envs("CartPole-v1", 6, seed=1)
-    assert np.array_equal(one.reset(seed=1)[0], actors)  # as Gymnasium seeds them: 1, 2, ..., 6
-    one.close()
+    with Session(short_args(tmp_path, num_envs=6), "impala.py", impala.make_envs) as session:
+        np.testing.assert_array_equal(session.make_envs().obs, actors)
+
+
+def test_neighbouring_seeds_share_no_environment(tmp_path):
+    """Gymnasium's own seeds are 1, 2, 3, ... and 2, 3, 4, ..."""
+    firsts = []
+    for seed in (1, 2, 3):
+        with Session(short_args(tmp_path, num_envs=8, seed=seed), "impala.py", impala.make_envs) as session:
+            firsts += session.make_envs().obs.tolist()
+    assert len({tuple(first) for first in firsts}) == 24
 
 
 def test_every_episode_is_counted_once(tmp_path):
