@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, TrainingError
-from common.checkpoint import load_agent
+from common.checkpoint import load_agent, read_model
 from common.device import resolve_device, setup_device
 from common.envs import Envs, Episode, make_vec, open_video, spread_seed
 from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
@@ -253,7 +253,8 @@ def export(source: Path, out: Path, script: Path | None = None) -> None:
             errors = torch.stack([(mine - theirs).abs().max() for mine, theirs in pairs])
             if not (errors <= TOLERANCE).all():  # nor NaN
                 raise TrainingError(f"the exported policy differs from the agent, by up to {errors.max():.3g}")
-    write_new("--export", out, scripted.save_to_buffer())
+    origin = {"script_sha256": read_model(source).get("script_sha256", "")}
+    write_new("--export", out, scripted.save_to_buffer(_extra_files=origin))
     print(f"{out} gives the same as the agent of {source} (within {TOLERANCE}, float32).", flush=True)
 
 

@@ -10,10 +10,11 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 import impala
 import ppo
+from common.checkpoint import read_model
 from common.envs import Episode
 from common.evaluation import RETURN_RANGES, Evaluator, HeldOut, draw, normalized, share_episodes
 from common.procgen_env import PROCGEN_GAMES
-from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars
+from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars, small_args
 from test_checkpoint import make_args
 
 CPU = torch.device("cpu")
@@ -215,3 +216,14 @@ def test_normalized_returns():
     assert normalized(15.45, "fruitbot", "easy") == pytest.approx(0.5)
     assert math.isnan(normalized(1.0, "CartPole-v1", "easy"))
     assert math.isnan(normalized(1.0, "maze", "memory"))
+
+
+def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
+    returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of likeliest actions, in turn
+    monkeypatch.setattr(HeldOut, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
+    settings = {"num_steps": 8, "total_timesteps": 3 * 32, "eval_interval": 32, "checkpoint_interval": 0.0}
+    run_dir = ppo.main(small_args(ppo, tmp_path, {}, **settings | {"keep_checkpoints": 9}))
+    assert [row["best"] for row in read_csv(run_dir / "eval.csv")] == ["1", "1", "1", "1", "0", "0"]
+    best, then = read_model(run_dir / "best.pt"), read_model(run_dir / "checkpoints/000000000064.pt")
+    assert best["step"] == 64
+    assert all(torch.equal(value, then["agent"][name]) for name, value in best["agent"].items())

@@ -24,7 +24,7 @@ import impala
 import ppg
 import ppo
 from common import InputError, run
-from common.checkpoint import load_agent
+from common.checkpoint import load_agent, load_script
 from common.device import resolve_precision
 from common.run import ROOT
 from common.settings import parse
@@ -165,6 +165,23 @@ def test_a_file_alone_is_the_agent(source, finished, tmp_path):
     assert torch.equal(agent.get_action_dist(obs)[0].logits, finished.agent.get_action_dist(obs)[0].logits)
 
 
+def test_an_agent_of_a_script_that_has_changed(tmp_path, capsys):
+    """A note says so, unless the script that made it is named."""
+    copy, source = tmp_path / "idea.py", Path(ppo.__file__).read_text()
+    copy.write_text(source)
+    script = load_script(copy)
+    run_dir = script.main(make_args(script, tmp_path / "runs", total_timesteps=256))
+    copy.write_text(source.replace("nn.Tanh()", "nn.SiLU()"))
+    capsys.readouterr()
+    for named in (None, run_dir / "idea.py"):
+        sys.modules.pop(script.__name__, None)
+        agent, *_ = load_agent(run_dir, script=named)
+        assert isinstance(agent.encoder[1], torch.nn.SiLU if named is None else torch.nn.Tanh)
+        note = "idea.py is not the script that made" in (notes := capsys.readouterr().err)
+        assert note == (named is None)
+        assert note == ("--script RUN/idea.py" in notes)
+
+
 def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
     model = torch.load(finished.path / "model.pt", weights_only=True)
     weights = {name: value for name, value in model["agent"].items() if "head" not in name}
@@ -198,6 +215,10 @@ def test_plain_progress_lines(finished):
     shown = [int(re.fullmatch(pattern, line)[1].replace(",", "")) for line in lines]
     assert shown == sorted(shown)
     assert shown[-1] == 1024
+    with_speed = [step for step, line in zip(shown, lines, strict=True) if "steps/s" in line]
+    assert with_speed[0] == (768 if finished.script is ppg else 256)  # once there has been a whole phase or iteration
+    phases = {"impala": {"learning"}, "ppo": {"collecting", "learning"}, "ppg": {"collecting", "learning", "auxiliary"}}
+    assert phases[finished.script.__name__] <= set(re.findall(r"collecting|learning|auxiliary", finished.output))
     last = float(read_csv(finished.path / "progress.csv")[-1]["last_100_return"])
     assert done.startswith("done: 1,024 steps in ")
     assert f"last 100: return {last:.2f} | model: {finished.path / 'model.pt'}" in done
