@@ -1,6 +1,5 @@
 """benchmarks/gpu_check.py, as far as a machine without a GPU can show it."""
 
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -36,24 +35,13 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     assert (tmp_path / "done").read_text() == "ts"
 
 
-class Killable(fast.ForkedScript):
-    def __init__(self, command, **settings):
-        with open(os.devnull, "w") as file:
-            super().__init__(command, stdout=file)
-        self.wait = self.wait_for_code
-
-    def wait_for_code(self) -> int:
-        self.join()
-        return self.exitcode
-
-
 def test_a_resumed_run_is_compared_with_a_whole_one(monkeypatch, capsys):
     more = []
 
     def run(command, **settings):
-        assert Killable(command + more * ("--resume" not in command)).wait() == 0
+        assert fast.ForkedScript(command + more * ("--resume" not in command)).wait() == 0
 
-    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(Popen=Killable, run=run))
+    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(Popen=fast.ForkedScript, run=run))
     gpu_check.kill_and_resume("ppo", "cpu")
     assert "ppo: resumed at step " in capsys.readouterr().out
     more += ["--learning-rate", "1e-3"]

@@ -84,7 +84,8 @@ def check(monkeypatch, tmp_path):
         monkeypatch.setattr(torch, "randperm", lambda *size, **options: orders.append(randperm(*size)) or orders[-1])
         trained = parameters(script.main(args))
 
-        start, remaining = dict(params), iter([order.tolist() for order in orders])
+        remaining = iter([order.tolist() for order in orders])
+        start = {name: value.clone() for name, value in params.items()}
         for value in params.values():
             value.requires_grad_()
         history = [env.steps for env in TapeEnv.made]
