@@ -11,6 +11,7 @@ import csv
 import math
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,16 +55,13 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
     if COUNT in events.Tags()["scalars"]:
         raise InputError(f"{source} has the rows of a CSV and no single episodes: use that CSV.")
     episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
-    recent, rows, start = deque(maxlen=100), [], 0
-    end = -(-episodes[-1].step // every) * every
-    for step in range(every, end + 1, every):
-        stop = start
-        while stop < len(episodes) and episodes[stop].step <= step:
-            stop += 1
+    ends, recent, rows, start = [episode.step for episode in episodes], deque(maxlen=100), [], 0
+    for step in range(every, ends[-1] + every, every):
+        stop = bisect_right(ends, step)
         returns = [episode.value for episode in episodes[start:stop]]
         recent.extend(returns)
         seconds = episodes[stop - 1].wall_time - first if stop else 0.0
-        last = min(step, episodes[-1].step) if stop == len(episodes) else step
+        last = min(step, ends[-1]) if stop == len(episodes) else step
         texts = [f"{mean(values):.6g}" if values else "nan" for values in (returns, recent)]
         rows.append(dict(zip(COLUMNS, (str(last), f"{seconds:.1f}", str(len(returns)), *texts), strict=True)))
         start = stop
