@@ -3,7 +3,7 @@
     python benchmarks/convert.py runs/starpilot__ppo__1__1795202643 curve.csv         # also of CleanRL's runs
     python benchmarks/convert.py benchmarks/results/easy-all/ppo/starpilot/seed1.csv events/
 
-The CSV is that of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
+The CSV has columns of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
 episodes that ended in them, mean return of the last 100.
 """
 
@@ -23,14 +23,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError
-from common.run import CSV_COLUMNS
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 from curves import read_columns
 
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 LAST_100, COUNT = "charts/last_100_return", "charts/episodes"  # with COUNT, EPISODE is the mean of so many episodes
-COLUMNS = ("step", "seconds", *CSV_COLUMNS["progress.csv"].split())
+COLUMNS = ("step", "seconds", "episodes", "episodic_return", "last_100_return")
 
 
 @dataclass

@@ -25,44 +25,41 @@ CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
 
-def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, prepare=None, read=float, **settings):
-    """How the parameters change by learning from random experience, and the metrics; the same for the same sizes.
+def learn(
+    script, space, dtype, lr, device=CPU, prepare=lambda agent: None, read=float, world=WORLD, envs=range(6), **settings
+):
+    """How the parameters change by learning from random experience of `envs`, and the metrics.
 
     `prepare` is called with the agent once it lies on `device`, `read` with each metric.
     """
     torch.manual_seed(0)
-    sizes = {"num_minibatches": 2} | ({} if script is impala else {"num_envs": 6, "num_steps": 8})
-    args = script.Args(**sizes, **settings)
+    sizes = {} if script is impala else {"num_envs": len(envs), "num_steps": 8}
+    args = script.Args(**{"num_minibatches": 2} | sizes | settings)
     agent = script.Agent(space, ACTIONS, args).to(device, dtype)
-    if prepare is not None:
-        prepare(agent)
+    prepare(agent)
     start = parameters_to_vector(agent.parameters()).detach().clone()
-    optimizer = torch.optim.SGD(agent.parameters(), lr=lr)
+    optimizer, envs = torch.optim.SGD(agent.parameters(), lr=lr), list(envs)
+    torch.manual_seed(0)
 
     def observations(*shape):
         if len(space.shape) == 3:
-            return torch.randint(0, 256, (*shape, *space.shape), dtype=torch.uint8)
-        return torch.randn(*shape, *space.shape, dtype=dtype)
+            return torch.randint(0, 256, (*shape, 8, *space.shape), dtype=torch.uint8)[..., envs, :, :, :].to(device)
+        return torch.randn(*shape, 8, *space.shape, dtype=dtype)[..., envs, :].to(device)
 
+    obs, actions = observations(9), torch.randint(0, 4, (8, 8))[:, envs].to(device)
+    logprobs, values, rewards, dones, cut, returns = torch.randn(6, 8, 8, dtype=dtype)[..., envs].to(device)
+    logprobs, dones = -logprobs.sigmoid(), (dones > 0.8).to(dtype)
     if script is impala:
-        obs, actions, logprobs = observations(9, 6), torch.randint(0, 4, (8, 6)), -torch.rand(8, 6, dtype=dtype)
-        rest = torch.randn(8, 6, dtype=dtype), (torch.rand(8, 6) < 0.2).to(dtype), torch.zeros(8, 6, dtype=dtype)
-        batch = impala.Unroll(actions, obs, logprobs, *rest, agent.initial_state(6).to(dtype))
-        batch = impala.Unroll(*(x.to(device) for x in batch))
-        metrics = impala.update(agent, optimizer, batch, args, WORLD)
+        state = agent.initial_state(len(envs)).to(device, dtype)
+        batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, state)
+        metrics = impala.update(agent, optimizer, batch, args, world)
     else:
-        zeros = torch.zeros(8, 6, dtype=dtype)
-        rollout = script.Rollout(
-            obs=observations(8, 6), actions=torch.randint(0, 4, (8, 6)), logprobs=-torch.rand(8, 6, dtype=dtype),
-            values=torch.randn(8, 6, dtype=dtype), rewards=zeros, dones=zeros, truncation_values=zeros,
-        )  # fmt: skip
-        rollout = script.Rollout(*[None if x is None else x.to(device) for x in rollout])
-        advantages = script.compute_gae(rollout, torch.randn(6, dtype=dtype).to(device), 0.9, 0.9)
-        metrics = run_update(script, agent, rollout, advantages, args, optimizer)
+        rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
+        advantages = script.compute_gae(rollout, returns[0], 0.9, 0.9)
+        metrics = run_update(script, agent, rollout, advantages, args, optimizer, world)
         if script is ppg:
-            obs, returns = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
-            phase = SimpleNamespace(obs=obs, returns=returns, length=2)
-            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
+            phase = SimpleNamespace(obs=observations(2, 8), returns=torch.stack([returns, -returns]), length=2)
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, world)
     change = parameters_to_vector(agent.parameters()).detach() - start
     return change, {tag: read(value) for tag, value in metrics.items()}
 

@@ -107,10 +107,10 @@ def make_agent(script, space, args):
     return agent
 
 
-def run_update(script, agent, rollout, advantages, args, optimizer):
+def run_update(script, agent, rollout, advantages, args, optimizer, world=WORLD):
     """An update with the same optimizer for all passes."""
     optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, WORLD)
+    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, world)
 
 
 @pytest.mark.parametrize(("script", "passes", "steps"), [
