@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from pathlib import Path
 from statistics import mean
 
 import numpy as np
@@ -67,21 +66,6 @@ def test_verdicts():
     for words, ours in cases.items():  # the last interval holds 0, and nearly everything else
         assert report.verdict(ours, published)[2] == words
     assert report.verdict([10.0, 10.1], []) == ("-", "-", "nothing published")
-
-
-def test_published_runs():
-    """The marks that the authors' repository was read at; and a point between two blocks."""
-    published = curves.read_reference("ppo_easy_all")
-    for name, mode in (("ppo_easy_all", "easy"), ("ppo_hard_all", "hard"), ("ppg_paper_ppg_hard_all", "hard")):
-        steps = curves.read_reference(name)["starpilot"].steps
-        blocks = report.Protocol(Path(f"{mode}-all"), {}).window
-        off = [step for step, block in zip(steps[1:], np.diff(steps), strict=True) if block != blocks(int(step))]
-        assert set(off) <= {steps[-1]}, name  # the last is what was left
-    scores = published["starpilot"].scores(1_048_576)
-    assert (min(scores), max(scores)) == pytest.approx((8.5, 8.93), abs=0.05)
-    at = [published["maze"].scores(131_072 * n)[0] for n in (7, 7.25, 8)]
-    assert at[1] == pytest.approx(0.75 * at[0] + 0.25 * at[2])
-    assert published["maze"].scores(100_000) == published["maze"].scores(60_000_000) == []
 
 
 @pytest.fixture
