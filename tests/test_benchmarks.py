@@ -1,7 +1,5 @@
 """The scripts in benchmarks/: collecting, and measuring speed."""
 
-import importlib
-import inspect
 import json
 import re
 from dataclasses import replace
@@ -12,10 +10,10 @@ import collect
 import ppo
 import readme
 import throughput
-from common import InputError, device, session
-from common.run import Run
+from common import InputError
+from common.run import write_json
 from common.settings import read_json
-from fast import small_networks
+from fast import Fork, small_networks
 from helpers import read_csv, small_args
 
 
@@ -69,35 +67,24 @@ def test_collect_compares_what_makes_a_run():
 JOB = {"repeat": 0, "sweep": "", "device": "cpu", "num_steps": 4, "env_id": "starpilot"}
 
 
-def make_tiny(algorithm, args, num_steps, iterations):
-    """In place of `throughput.shorten`: iterations of 4 environments, which end with an auxiliary phase."""
-    tiny = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 1, "n_pi": 1, "batch_size": 4}
-    for name, value in (tiny | {"total_timesteps": (1 + iterations) * 4 * num_steps}).items():
-        if hasattr(args, name) and isinstance(getattr(type(args), name, None), int):
-            setattr(args, name, value)
+def measure_tiny(algorithm, file):
+    """Measure iterations of 4 environments, which end with an auxiliary phase. Changes this process."""
 
+    def shorten(algorithm, args, num_steps, iterations):
+        tiny = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 1, "n_pi": 1, "batch_size": 4}
+        for name, value in (tiny | {"total_timesteps": (1 + iterations) * 4 * num_steps}).items():
+            if hasattr(args, name) and isinstance(getattr(type(args), name, None), int):
+                setattr(args, name, value)
 
-@pytest.fixture
-def put_back(monkeypatch):
-    """What a measurement changes in its process is put back after the test. Returns the script's module."""
-
-    def keep(algorithm):
-        script = importlib.import_module(algorithm)
-        for place in (script, script.Agent, script.ImpalaCNN, session, Run, device):
-            for name, value in list(vars(place).items()):
-                if inspect.isfunction(value):
-                    monkeypatch.setattr(place, name, value)
-        return script
-
-    return keep
+    throughput.shorten, throughput.MATMUL_SIZES = shorten, {"cpu": (1024,)}
+    write_json(file, throughput.measure(JOB | {"algorithm": algorithm, "configuration": "default"}))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
-def test_throughput_measures_real_runs(algorithm, put_back, monkeypatch):
-    put_back(algorithm)
-    monkeypatch.setattr(throughput, "shorten", make_tiny)
-    monkeypatch.setattr(throughput, "MATMUL_SIZES", {"cpu": (1024,)})
-    row = throughput.measure(JOB | {"algorithm": algorithm, "configuration": "default"})
+def test_throughput_measures_real_runs(algorithm, tmp_path):
+    with Fork(tmp_path, measure_tiny, algorithm, tmp_path / "row.json") as process:
+        assert process.wait() == 0, process.errors
+    row = read_json(tmp_path / "row.json")
     assert row.keys() >= set(throughput.COLUMNS)
     assert all(row[f"{phase}_us"] > 0 for phase in ("act", "env", "learn"))
     assert (row["aux_us"] > 0) == (algorithm == "ppg")

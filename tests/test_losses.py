@@ -1,4 +1,4 @@
-"""Losses and distributions against cases worked out by hand; what an update learns from them: test_restated."""
+"""Losses against cases worked out by hand, and distributions; what an update learns from them: test_restated."""
 
 import math
 
@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
 import ppg
 import ppo
@@ -47,38 +48,24 @@ def test_clipped_policy_loss():
         torch.testing.assert_close(gradient, torch.tensor([0, 0, -2.2 / 4, 1.5 / 4]))
 
 
-def kl_by_definition(space: gym.Space, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """KL divergence [B] of the distribution with parameters `new` from that with `old`, from closed forms."""
+def dist_of(space: gym.Space, params: torch.Tensor) -> Distribution:
+    """PyTorch's distribution over actions."""
     if isinstance(space, gym.spaces.Discrete):
-        p, q = old.softmax(-1), new.softmax(-1)
-        return (p * (p / q).log()).sum(-1)
+        return Categorical(logits=params)
     if isinstance(space, gym.spaces.MultiBinary):
-        p, q = old.sigmoid(), new.sigmoid()
-        return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1)
-    (m0, s0), (m1, s1) = ((x[:, :2], x[:, 2:].exp()) for x in (old, new))
-    return ((s1 / s0).log() + (s0**2 + (m0 - m1) ** 2) / (2 * s1**2) - 0.5).sum(-1)
+        return Independent(Bernoulli(logits=params), 1)
+    return Independent(Normal(params[:, :2], params[:, 2:].exp()), 1)
 
 
 @SPACES
-def test_distributions_against_closed_forms(space):
-    generator = torch.Generator().manual_seed(0)
-    size = 3 if isinstance(space, gym.spaces.MultiBinary) else 4
-    old, new = torch.randn(2, 6, size, generator=generator, dtype=torch.float64)
-    dist = action_dist(space, old)
-    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_by_definition(space, old, new))
-    if isinstance(space, gym.spaces.Discrete):
-        action, p = torch.full((6,), 2), old.softmax(-1)
-        entropy, logprob = -(p * p.log()).sum(-1), p[:, 2].log()
-    elif isinstance(space, gym.spaces.MultiBinary):
-        action, p = torch.tensor([1.0, 0, 1]).double().expand(6, 3), old.sigmoid()
-        entropy = -(p * p.log() + (1 - p) * (1 - p).log()).sum(-1)
-        logprob = p[:, 0].log() + (1 - p[:, 1]).log() + p[:, 2].log()
-    else:
-        action, mean, std = torch.zeros(6, 2).double(), old[:, :2], old[:, 2:].exp()
-        entropy = (std.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
-        logprob = (-0.5 * (mean / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
-    torch.testing.assert_close(dist.entropy(), entropy)
-    torch.testing.assert_close(dist.log_prob(action), logprob)
+def test_distributions_are_pytorchs(space):
+    torch.manual_seed(0)
+    old, new = torch.randn(2, 6, 3 if isinstance(space, gym.spaces.MultiBinary) else 4, dtype=torch.float64)
+    dist, expected = action_dist(space, old), dist_of(space, old)
+    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_divergence(expected, dist_of(space, new)))
+    torch.testing.assert_close(dist.entropy(), expected.entropy())
+    action = expected.sample()
+    torch.testing.assert_close(dist.log_prob(action), expected.log_prob(action))
 
 
 @pytest.mark.parametrize("gap", [80.0, 200.0, 1e4])

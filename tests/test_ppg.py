@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributions import kl_divergence
 
 import ppg
-from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, kl_by_definition, make_agent
+from helpers import small_args
+from test_losses import ACTION_SPACES, SPACES, VECTOR, WORLD, dist_of, make_agent
 
 quick = pytest.mark.quick
 T = 8
@@ -37,7 +39,7 @@ def test_auxiliary_phase_follows_the_gradient_of_its_losses(space):
         old = twin.get_policy(obs)
     for _ in range(3):
         params, values, aux_values = twin.get_policy_and_values(obs)
-        kl = kl_by_definition(space, old, params).mean()
+        kl = kl_divergence(dist_of(space, old), dist_of(space, params)).mean()
         errors = [(each - returns).square().mean() / 2 for each in (aux_values, values)]
         losses.append([each.item() for each in (*errors, kl)])
         twin.zero_grad()
@@ -80,8 +82,7 @@ def test_after_a_run_that_ends_in_mid_phase_the_next_phase_starts_empty(tmp_path
         return auxiliary_phase(agent, optimizer, phase, *rest)
 
     monkeypatch.setattr(ppg, "auxiliary_phase", spy)
-    settings = {"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 4, "num_minibatches": 2, "n_pi": 4, "e_aux": 1}
-    args = ppg.Args(**settings, device="cpu", runs_dir=str(tmp_path), total_timesteps=6 * 16)
+    args = small_args(ppg, tmp_path, {"num_steps": 4, "n_pi": 4, "total_timesteps": 6 * 16})
     run_dir = ppg.main(args)
     ppg.main(replace(args, total_timesteps=11 * 16, resume=str(run_dir)))
     assert lengths == [4, 2, 4, 1]

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
@@ -66,6 +67,15 @@ def test_verdicts():
     for words, ours in cases.items():  # the last interval holds 0, and nearly everything else
         assert report.verdict(ours, published)[2] == words
     assert report.verdict([10.0, 10.1], []) == ("-", "-", "nothing published")
+
+
+def test_windows_are_the_blocks_of_published_curves():
+    for name, mode in (("ppo_easy_all", "easy"), ("ppo_hard_all", "hard"), ("ppg_paper_ppg_hard_all", "hard")):
+        maze, protocol = curves.read_reference(name)["maze"], report.Protocol(Path(f"{mode}-all"), {})
+        blocks = zip(maze.steps[1:], np.diff(maze.steps), strict=True)
+        off = [step for step, block in blocks if block != protocol.window(int(step))]
+        assert set(off) <= {maze.steps[-1]}, name  # the last is what was left
+        assert maze.scores(maze.steps[0] - 1) == maze.scores(maze.steps[-1] + 1) == []
 
 
 @pytest.fixture
