@@ -19,15 +19,13 @@ import numpy as np
 import torch
 
 import fast
-import helpers
 import test_learning
 from common.checkpoint import Checkpoints
 from common.reward_scale import RewardNormalizer
 from common.session import one_line_errors
 from common.world import World
-from fast import Fork
+from fast import SCRIPTS, Fork
 
-NAMED = {script.__name__: script for script in helpers.SCRIPTS}
 T, N = 6, 8  # steps and environments of both ranks
 # Environments of each rank, so that the two ranks' first minibatches make the joined batch's first, and so on.
 OF_RANK = {2: [[0, 1, 4, 5], [2, 3, 6, 7]], 1: [list(range(N))]}
@@ -115,7 +113,7 @@ def learn(case: str, world: World) -> torch.Tensor:
 
     own = {"world": world, "envs": OF_RANK[world.world_size][world.rank], "prepare": prepare}
     with mock.patch.object(torch, "randperm", lambda n, **_: torch.arange(n)):
-        return test_learning.learn(NAMED[name], test_learning.VECTORS, torch.float64, 0.1, **own, **settings)[0]
+        return test_learning.learn(SCRIPTS[name], test_learning.VECTORS, torch.float64, 0.1, **own, **settings)[0]
 
 
 def gradients(folder: Path) -> None:
@@ -134,7 +132,7 @@ def train(folder: Path, settings: dict) -> None:
     """A run of a script; `kill` = [rank, step] kills that rank, once, before it has a checkpoint of that step.
     `on_rank_1` has settings for that rank alone."""
     rank, agents, save = int(os.environ["RANK"]), [], Checkpoints.save
-    script, kill, own = NAMED[settings.pop("script")], settings.pop("kill", None), settings.pop("on_rank_1", {})
+    script, kill, own = SCRIPTS[settings.pop("script")], settings.pop("kill", None), settings.pop("on_rank_1", {})
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if rank == 1:
         settings |= own
