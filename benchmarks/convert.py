@@ -83,8 +83,8 @@ def main(args: Args) -> None:
     if not args.source.exists():
         raise InputError(f"there is no {args.source}.")
     from_csv = args.source.suffix == ".csv"
-    new = not args.target.exists() or (from_csv and not any(args.target.glob("*tfevents*")) and args.target.is_dir())
-    if not new:
+    reusable = from_csv and args.target.is_dir() and not any(args.target.glob("*tfevents*"))
+    if args.target.exists() and not reusable:
         raise InputError(f"{args.target} is there: remove it first, or choose another name.")
     if not args.target.parent.is_dir():
         raise InputError(f"{args.target} cannot be written: there is no {args.target.parent}.")

@@ -36,7 +36,7 @@ TASKS = {
         "aux_learning_rate": 2e-3,
     }, 9.5),
 }  # fmt: skip
-# PPG's losses on these spaces are held to PyTorch's in test_losses and test_ppg; a whole run takes a minute.
+# PPG's losses on these spaces are held to PyTorch's in test_losses; a whole run takes a minute.
 CASES = [(ppo, env_id) for env_id in TASKS] + [(ppg, "CartPole-v1")]
 CASES += [pytest.param(ppg, env_id, marks=pytest.mark.soak) for env_id in ("Pendulum-v1", "TestBits-v0")]
 
