@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -219,8 +220,8 @@ def ahead_since(protocol: Protocol, game: str) -> str:
     return f"not by {last / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {last / 1e6:.1f}M"
 
 
-def interval(values: tuple[float, float, float]) -> str:
-    middle, low, high = values
+def interval(statistic: Callable, games: list[list[float]]) -> str:
+    middle, low, high = curves.with_interval(statistic, games)
     if math.isnan(middle):
         return "-"
     return f"{middle:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
@@ -239,15 +240,14 @@ def aggregate_table(protocol: Protocol) -> list[str]:
             fewest, most = min(map(len, ours)), max(map(len, ours))
             size = f"{len(ours)} x {fewest}" + (f" to {most}" if most > fewest else "")
             even = [runs[:fewest] for runs in ours]  # the IQM counts runs, not games
-            row = [readme.label(algorithm), mark, size, interval(curves.with_interval(curves.mean_over_games, ours))]
-            row.append(interval(curves.with_interval(curves.interquartile_mean, even)))
+            row = [readme.label(algorithm), mark, size, interval(curves.mean_over_games, ours)]
+            row.append(interval(curves.interquartile_mean, even))
             if others:
-                published = curves.with_interval(curves.mean_over_games, others)
-                row += [interval(published), interval(curves.with_interval(curves.interquartile_mean, others))]
-                row.append(interval(curves.with_interval(curves.probability_of_improvement, ours + others)))
+                row += [interval(curves.mean_over_games, others), interval(curves.interquartile_mean, others)]
+                row.append(interval(curves.probability_of_improvement, ours + others))
                 gaps = [mean(mine) - mean(other) for mine, other in zip(ours, others, strict=True)]
                 low, high = curves.mean_interval(gaps)
-                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, published[0])]
+                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, mean(map(mean, others)))]
             rows.append(row + ["-"] * (len(columns) - len(row)))
     return readme.markdown(columns, rows)
 
@@ -267,18 +267,16 @@ class Evaluations(NamedTuple):
         return float(weights @ self.returns), math.hypot(*(weights * self.errors))
 
 
-def read_evaluations(path: Path) -> Evaluations:
-    """Raises InputError as `curves.read` does."""
-    columns = {"step": int, "episodic_return": float, "standard_error": float}
-    return Evaluations(*curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")]))
-
-
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
     """By seed, of the runs that were evaluated. None of those on several games at once: training has most episodes of
-    the game with the shortest, evaluations as many of each."""
-    folder = protocol.folder / algorithm / game
-    paths = {seed: folder / f"seed{seed}.eval.csv" for seed in sorted(protocol.runs[algorithm][game])}
-    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists() and "," not in game}
+    the game with the shortest, evaluations as many of each. Raises InputError as `curves.read` does."""
+    columns, found = {"step": int, "episodic_return": float, "standard_error": float}, {}
+    for seed in sorted(protocol.runs[algorithm][game]):
+        path = protocol.folder / algorithm / game / f"seed{seed}.eval.csv"
+        if path.exists() and "," not in game:
+            rows = curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")])
+            found[seed] = Evaluations(*rows)
+    return found
 
 
 def gap_table(protocol: Protocol) -> list[str]:
