@@ -3,7 +3,7 @@
     python benchmarks/convert.py runs/starpilot__ppo__1__1795202643 curve.csv         # also of CleanRL's runs
     python benchmarks/convert.py benchmarks/results/easy-all/ppo/starpilot/seed1.csv events/
 
-The CSV is that of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
+The CSV has columns of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
 episodes that ended in them, mean return of the last 100.
 """
 
@@ -11,6 +11,7 @@ import csv
 import math
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError
-from common.run import CSV_COLUMNS
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 from curves import read_columns
 
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 LAST_100, COUNT = "charts/last_100_return", "charts/episodes"  # with COUNT, EPISODE is the mean of so many episodes
-COLUMNS = ("step", "seconds", *CSV_COLUMNS["progress.csv"].split())
+COLUMNS = ("step", "seconds", "episodes", "episodic_return", "last_100_return")
 
 
 @dataclass
@@ -54,16 +54,13 @@ def from_events(source: Path, every: int) -> list[dict[str, str]]:
     if COUNT in events.Tags()["scalars"]:
         raise InputError(f"{source} has the rows of a CSV and no single episodes: use that CSV.")
     episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
-    recent, rows, start = deque(maxlen=100), [], 0
-    end = -(-episodes[-1].step // every) * every
-    for step in range(every, end + 1, every):
-        stop = start
-        while stop < len(episodes) and episodes[stop].step <= step:
-            stop += 1
+    ends, recent, rows, start = [episode.step for episode in episodes], deque(maxlen=100), [], 0
+    for step in range(every, ends[-1] + every, every):
+        stop = bisect_right(ends, step)
         returns = [episode.value for episode in episodes[start:stop]]
         recent.extend(returns)
         seconds = episodes[stop - 1].wall_time - first if stop else 0.0
-        last = min(step, episodes[-1].step) if stop == len(episodes) else step
+        last = min(step, ends[-1]) if stop == len(episodes) else step
         texts = [f"{mean(values):.6g}" if values else "nan" for values in (returns, recent)]
         rows.append(dict(zip(COLUMNS, (str(last), f"{seconds:.1f}", str(len(returns)), *texts), strict=True)))
         start = stop
@@ -86,8 +83,8 @@ def main(args: Args) -> None:
     if not args.source.exists():
         raise InputError(f"there is no {args.source}.")
     from_csv = args.source.suffix == ".csv"
-    new = not args.target.exists() or (from_csv and not any(args.target.glob("*tfevents*")) and args.target.is_dir())
-    if not new:
+    reusable = from_csv and args.target.is_dir() and not any(args.target.glob("*tfevents*"))
+    if args.target.exists() and not reusable:
         raise InputError(f"{args.target} is there: remove it first, or choose another name.")
     if not args.target.parent.is_dir():
         raise InputError(f"{args.target} cannot be written: there is no {args.target.parent}.")

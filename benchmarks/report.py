@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -114,13 +115,13 @@ class Protocol:
         none if one of the games lacks them."""
         published, _ = self.published(algorithm)
         ranged = sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys())
-        ours = {game: scores for game in ranged if (scores := self.scores(algorithm, game, steps))}
-        theirs = {game: published[game].scores(steps) if game in published else [] for game in ours}
-        both = [
-            [[normalized(score, game, self.mode) for score in scores] for game, scores in each.items()]
-            for each in (ours, theirs)
-        ]
-        return both[0], both[1] if all(both[1]) else []
+        ours, theirs = [], []
+        for game in ranged:
+            if scores := self.scores(algorithm, game, steps):
+                others = published[game].scores(steps) if game in published else []
+                ours.append([normalized(score, game, self.mode) for score in scores])
+                theirs.append([normalized(score, game, self.mode) for score in others])
+        return ours, theirs if all(theirs) else []
 
 
 def read_protocols(results: Path) -> list[Protocol]:
@@ -219,8 +220,8 @@ def ahead_since(protocol: Protocol, game: str) -> str:
     return f"not by {last / 1e6:.1f}M" if since is None else f"from {since / 1e6:.1f}M to {last / 1e6:.1f}M"
 
 
-def interval(values: tuple[float, float, float]) -> str:
-    middle, low, high = values
+def interval(statistic: Callable, games: list[list[float]]) -> str:
+    middle, low, high = curves.with_interval(statistic, games)
     if math.isnan(middle):
         return "-"
     return f"{middle:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
@@ -239,15 +240,14 @@ def aggregate_table(protocol: Protocol) -> list[str]:
             fewest, most = min(map(len, ours)), max(map(len, ours))
             size = f"{len(ours)} x {fewest}" + (f" to {most}" if most > fewest else "")
             even = [runs[:fewest] for runs in ours]  # the IQM counts runs, not games
-            row = [readme.label(algorithm), mark, size, interval(curves.with_interval(curves.mean_over_games, ours))]
-            row.append(interval(curves.with_interval(curves.interquartile_mean, even)))
+            row = [readme.label(algorithm), mark, size, interval(curves.mean_over_games, ours)]
+            row.append(interval(curves.interquartile_mean, even))
             if others:
-                published = curves.with_interval(curves.mean_over_games, others)
-                row += [interval(published), interval(curves.with_interval(curves.interquartile_mean, others))]
-                row.append(interval(curves.with_interval(curves.probability_of_improvement, ours + others)))
+                row += [interval(curves.mean_over_games, others), interval(curves.interquartile_mean, others)]
+                row.append(interval(curves.probability_of_improvement, ours + others))
                 gaps = [mean(mine) - mean(other) for mine, other in zip(ours, others, strict=True)]
                 low, high = curves.mean_interval(gaps)
-                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, published[0])]
+                row += [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", words(low, high, mean(map(mean, others)))]
             rows.append(row + ["-"] * (len(columns) - len(row)))
     return readme.markdown(columns, rows)
 
@@ -267,18 +267,16 @@ class Evaluations(NamedTuple):
         return float(weights @ self.returns), math.hypot(*(weights * self.errors))
 
 
-def read_evaluations(path: Path) -> Evaluations:
-    """Raises InputError as `curves.read` does."""
-    columns = {"step": int, "episodic_return": float, "standard_error": float}
-    return Evaluations(*curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")]))
-
-
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, Evaluations]:
     """By seed, of the runs that were evaluated. None of those on several games at once: training has most episodes of
-    the game with the shortest, evaluations as many of each."""
-    folder = protocol.folder / algorithm / game
-    paths = {seed: folder / f"seed{seed}.eval.csv" for seed in sorted(protocol.runs[algorithm][game])}
-    return {seed: read_evaluations(path) for seed, path in paths.items() if path.exists() and "," not in game}
+    the game with the shortest, evaluations as many of each. Raises InputError as `curves.read` does."""
+    columns, found = {"step": int, "episodic_return": float, "standard_error": float}, {}
+    for seed in sorted(protocol.runs[algorithm][game]):
+        path = protocol.folder / algorithm / game / f"seed{seed}.eval.csv"
+        if path.exists() and "," not in game:
+            rows = curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")])
+            found[seed] = Evaluations(*rows)
+    return found
 
 
 def gap_table(protocol: Protocol) -> list[str]:
@@ -351,15 +349,6 @@ def commands(protocol: Protocol) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
-def panels(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
-    columns = min(count, 4)
-    rows = math.ceil(count / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.4 * columns + 2, 2.2 * rows + 0.3), squeeze=False)
-    for axis in axes.flat[count:]:
-        axis.set_axis_off()
-    return figure, list(axes.flat[:count])
-
-
 def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
     """The mean of runs [N, points], shaded from their minimum to their maximum; NaN where a run has no point."""
     runs = np.ma.masked_invalid(runs)
@@ -368,16 +357,14 @@ def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
         axis.fill_between(x, runs.min(axis=0), runs.max(axis=0), color=style["color"], alpha=0.2, linewidth=0)
 
 
-def smoothed(protocol: Protocol, curve: curves.Curve, ends: range) -> list[float]:
-    """Scores at `ends`, all of the last one's window; NaN after the run's end."""
-    return [curves.score(curve, end, protocol.window(ends[-1])) if end <= curve.steps[-1] else math.nan for end in ends]
-
-
 def curve_figure(protocol: Protocol, path: Path) -> None:
     """A panel a game: return against million steps, on held-out levels dashed. Published runs are grey, or dotted."""
-    figure, axes = panels(len(protocol.games))
-    step = protocol.window() // 4
-    for axis, game in zip(axes, protocol.games, strict=True):
+    columns, step = min(len(protocol.games), 4), protocol.window() // 4
+    rows = math.ceil(len(protocol.games) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.4 * columns + 2, 2.2 * rows + 0.3), squeeze=False)
+    for axis in axes.flat[len(protocol.games) :]:
+        axis.set_axis_off()
+    for axis, game in zip(axes.flat, protocol.games, strict=False):
         longest, (published, name) = 0, protocol.published("")
         references = {name: (published, {"color": "0.5"})}
         if protocol.name in TEST:
@@ -388,7 +375,9 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
             if not ends:  # a run that short has no point
                 continue
             longest = max(longest, ends[-1])
-            values = np.array([smoothed(protocol, curve, ends) for curve in runs])
+            window = protocol.window(ends[-1])
+            values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
+            values[[[end > curve.steps[-1] for end in ends] for curve in runs]] = math.nan
             draw(axis, np.array(ends) / 1e6, values, color=colour, label=readme.label(algorithm))
             label = f"{readme.label(algorithm)}, held-out"
             for evaluated in evaluations_of(protocol, algorithm, game).values():
@@ -401,7 +390,7 @@ def curve_figure(protocol: Protocol, path: Path) -> None:
                 shown = published[game].steps <= longest + 2 * protocol.window()
                 draw(axis, published[game].steps[shown] / 1e6, published[game].returns[:, shown], label=name, **style)
         axis.set_title(game, fontsize=10)
-    legend = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    legend = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(legend.values(), legend.keys(), fontsize=8, loc="outside right upper")
     figure.supxlabel("million steps", fontsize=9)
     figure.supylabel("return", fontsize=9)

@@ -352,8 +352,7 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
 class SlurmRun:
     """What a Slurm job does. submitit calls `checkpoint` when its time is up or it is preempted."""
 
-    def __init__(self):
-        self.process = None
+    process = None
 
     def __call__(self, command: list[str]) -> None:
         self.process = subprocess.Popen([sys.executable, *command], cwd=ROOT)

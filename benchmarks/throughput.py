@@ -27,7 +27,7 @@ import csv
 import importlib
 import importlib.util
 import io
-import json
+import itertools
 import multiprocessing
 import shlex
 import statistics
@@ -52,7 +52,7 @@ from common import InputError, session
 from common.device import resolve_device, resolve_precision
 from common.run import Run, provenance, write_json
 from common.session import one_line_errors
-from common.settings import NotNegative, Positive, check_limits
+from common.settings import NotNegative, Positive, check_limits, read_json
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 ACCELERATED = ("compile", "cudagraphs")
@@ -163,17 +163,12 @@ def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     """Multiplications and additions for one frame: in a forward pass, and in a forward and a backward pass."""
     space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
     agent = script.Agent(space, gym.spaces.Discrete(15), args)
-    frames = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
-    counts = []
-    for backward in (False, True):
-        # not accelerated: the counter does not know our kernels
-        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-            features = agent.encode(agent.encoder, frames)
-            outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
-            if backward:
-                outputs.backward()
-        counts.append(counter.get_total_flops())
-    return tuple(counts)
+    with FlopCounterMode(display=False) as counter:  # not accelerated: the counter does not know our kernels
+        features = agent.encode(agent.encoder, torch.zeros(1, 64, 64, 3, dtype=torch.uint8))
+        outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
+        forward = counter.get_total_flops()
+        outputs.backward()
+    return forward, counter.get_total_flops()
 
 
 def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = None) -> Any:
@@ -295,17 +290,12 @@ COLUMNS = [
 
 def plan(args: Args) -> list[dict[str, Any]]:
     """The measurements to make, in turn: `sweep` is "memory" for one of memory alone."""
-    given = {"sweep": "", "env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
-    jobs = [
-        given | {"algorithm": algorithm, "configuration": configuration, "repeat": repeat}
-        for algorithm in args.algorithms
-        for repeat in range(args.repeats)
-        for configuration in args.configurations
-    ]
+    turns = list(itertools.product([""], args.algorithms, range(args.repeats), args.configurations))
     if args.memory and "default" in args.configurations:
-        default = {"sweep": "memory", "configuration": "default", "repeat": 0}
-        jobs += [given | default | {"algorithm": algorithm} for algorithm in args.algorithms]
-    return jobs
+        turns += [("memory", algorithm, 0, "default") for algorithm in args.algorithms]
+    given = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
+    names = ("sweep", "algorithm", "repeat", "configuration")
+    return [given | dict(zip(names, turn, strict=True)) for turn in turns]
 
 
 def run_all(args: Args, file: IO[str]) -> None:
@@ -395,16 +385,6 @@ def chart(rows: list[dict[str, str]], path: Path) -> None:
     figures.save(figure, path)
 
 
-def read(path: Path) -> tuple[list[dict[str, str]], str]:
-    """The rows of `path`, and a sentence on their origin from its .meta.json. Raises InputError without `path`."""
-    if not path.exists():
-        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    meta = json.loads(path.with_suffix(".meta.json").read_text())
-    return rows, f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
-
-
 def main(args: Args) -> None:
     check_limits(args)
     # A GPU that is named need not be here.
@@ -417,7 +397,12 @@ def main(args: Args) -> None:
         write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/throughput.py", device))
         with path.open("w", newline="") as file:
             run_all(args, file)
-    rows, origin = read(path)
+    if not path.exists():
+        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    meta = read_json(path.with_suffix(".meta.json"))
+    origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)
     print(f"\n{text}\n{path} and .md are written.")

@@ -22,6 +22,7 @@ from common.run import ROOT
 from conftest import Glance
 
 FORKS = multiprocessing.get_context("forkserver")
+SCRIPTS = {"ppo": ppo, "ppg": ppg, "impala": impala}
 
 if "PRELOAD" in os.environ:  # in the server that the processes are forked from
     import torch._dynamo  # noqa: F401  (which PyTorch does when it makes the first optimizer)
@@ -36,7 +37,7 @@ if "PRELOAD" in os.environ:  # in the server that the processes are forked from
 def small_networks():
     """The scripts' agents see frames through `Glance`."""
     with contextlib.ExitStack() as stack:
-        for script in (ppo, ppg, impala):
+        for script in SCRIPTS.values():
             stack.enter_context(mock.patch.object(script, "ImpalaCNN", lambda shape, dim, init_fn: Glance(shape, dim)))
         yield
 
@@ -116,7 +117,7 @@ def die_with_parent() -> None:
 
 def run_script(name: str, words: list[str]) -> None:
     """`python <name>.py <words>`, with `small_networks`."""
-    script = {"ppo": ppo, "ppg": ppg, "impala": impala}[name]
+    script = SCRIPTS[name]
     sys.argv = [f"{name}.py", *words]
     with small_networks():
         script.run_script(script.main, script.Args)
@@ -125,22 +126,26 @@ def run_script(name: str, words: list[str]) -> None:
 class ForkedScript(multiprocessing.get_context("fork").Process):
     """In place of `subprocess.Popen(["python", "ppo.py", ...])`: forked from this process, which has loaded PyTorch."""
 
-    def __init__(self, command: list[str], *, stdout: IO, **settings):
+    returncode = property(lambda script: script.exitcode)
+
+    def __init__(self, command: list[str], *, stdout: IO | None = None, **settings):
         _, script, *words = command
         super().__init__(target=run_forked, args=(stdout, Path(script).stem, words))
         self.start()
-        self.poll, self.wait = (lambda: self.exitcode), self.join
 
-    @property
-    def returncode(self) -> int | None:
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> int:
+        self.join()
         return self.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
 
-def run_forked(output: IO, name: str, words: list[str]) -> None:
-    for descriptor in (1, 2):
+def run_forked(output: IO | None, name: str, words: list[str]) -> None:
+    for descriptor in (1, 2) if output else ():
         os.dup2(output.fileno(), descriptor)
     die_with_parent()
     mock.patch.stopall()

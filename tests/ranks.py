@@ -11,40 +11,33 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import gymnasium as gym
 import numpy as np
 import torch
-from torch.nn.utils import parameters_to_vector
 
 import fast
-import helpers
-import impala
-import ppg
+import test_learning
 from common.checkpoint import Checkpoints
 from common.reward_scale import RewardNormalizer
 from common.session import one_line_errors
 from common.world import World
-from fast import Fork
+from fast import SCRIPTS, Fork
 
-NAMED = {script.__name__: script for script in helpers.SCRIPTS}
-SPACE, ACTIONS = gym.spaces.Box(-1, 1, (5,), np.float32), gym.spaces.Discrete(4)
-T, N = 6, 8  # steps and environments (of IMPALA: unrolls) of both ranks
+T, N = 6, 8  # steps and environments of both ranks
 # Environments of each rank, so that the two ranks' first minibatches make the joined batch's first, and so on.
 OF_RANK = {2: [[0, 1, 4, 5], [2, 3, 6, 7]], 1: [list(range(N))]}
 CASES = {
-    "ppo": ("ppo", {"num_minibatches": 2, "micro_batch_size": 5, "target_kl": 1e9}),
-    "ppo-stopped": ("ppo", {"num_minibatches": 2, "target_kl": 1e-9}),
-    "ppo-batch": ("ppo", {"num_minibatches": 2, "norm_adv": "batch", "clip_coef_vf": None}),
-    "ppg": ("ppg", {"num_minibatches": 2, "micro_batch_size": 5}),
-    "ppg-passes": ("ppg", {"num_minibatches": 2, "e_value": 2, "arch": "dual"}),
+    "ppo": ("ppo", {"micro_batch_size": 5, "target_kl": 1e9}),
+    "ppo-stopped": ("ppo", {"target_kl": 1e-9}),
+    "ppo-batch": ("ppo", {"norm_adv": "batch", "clip_coef_vf": None}),
+    "ppg": ("ppg", {"micro_batch_size": 5}),
+    "ppg-passes": ("ppg", {"e_value": 2, "arch": "dual"}),
     "ppg-auxiliary": ("ppg", {"num_aux_rollouts": 4, "num_aux_grad_accum": 2, "e_aux": 2, "micro_batch_size": 5}),
-    "impala": ("impala", {"num_minibatches": 3, "micro_batch_size": 5}),
-    "impala-lstm": ("impala", {"num_minibatches": 2, "use_lstm": True, "micro_batch_size": 12}),
+    "impala": ("impala", {"num_minibatches": 4, "micro_batch_size": 5, "sample_fraction": 1.0}),
+    "impala-lstm": ("impala", {"use_lstm": True, "micro_batch_size": 16, "sample_fraction": 1.0}),
 }
 
 
@@ -108,33 +101,19 @@ def as_rank(environment: dict[str, str], function: Callable, *args) -> None:
 
 
 def learn(case: str, world: World) -> torch.Tensor:
-    """The parameters, float64, after learning from this rank's part of the experience that all ranks know."""
+    """How the parameters, float64, change by learning from this rank's part of the experience that all ranks know."""
     name, settings = CASES[case]
-    script, envs = NAMED[name], OF_RANK[world.world_size][world.rank]
-    torch.manual_seed(0)
-    experience = torch.randn(T + 1, N, 5).double(), torch.randint(0, 4, (T, N)), *-torch.rand(6, T, N).double()
-    obs, actions, logprobs, values, rewards, dones, cut, advantages = (x[:, envs] for x in experience)
-    dones = (dones < -0.8).double()
-    phase = SimpleNamespace(obs=torch.randn(2, T, N, 5).double()[:, :, envs], length=2)
-    phase.returns = torch.randn(2, T, N).double()[:, :, envs]
-    sizes = {"sample_fraction": 1.0, "batch_size": len(envs)} if name == "impala" else {"num_envs": len(envs)}
-    args = script.Args(num_steps=T, **sizes, **settings)
-    args.num_aux_rollouts = getattr(args, "num_aux_rollouts", 0) // world.world_size
-    torch.manual_seed(world.rank)  # other parameters on each rank, until those of rank zero are sent
-    agent = script.Agent(SPACE, ACTIONS, args).double()
-    world.broadcast_parameters([agent])
-    optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
+    if name == "ppg":
+        settings = settings | {"num_aux_rollouts": settings.get("num_aux_rollouts", 16) // world.world_size}
+
+    def prepare(agent: torch.nn.Module) -> None:
+        for parameter in agent.parameters():
+            parameter.data += world.rank  # until the parameters of rank zero are sent
+        world.broadcast_parameters([agent])
+
+    own = {"world": world, "envs": OF_RANK[world.world_size][world.rank], "prepare": prepare}
     with mock.patch.object(torch, "randperm", lambda n, **_: torch.arange(n)):
-        if name == "impala":
-            batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, agent.initial_state(len(envs)).double())
-            impala.update(agent, optimizer, batch, args, world)
-        elif case == "ppg-auxiliary":
-            ppg.auxiliary_phase(agent, optimizer, phase, args, lambda text: None, world)
-        else:
-            rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
-            optimizers = [optimizer, optimizer] if name == "ppg" else [optimizer]
-            script.update(agent, *optimizers, helpers.with_advantages(rollout, advantages), args, world)
-    return parameters_to_vector(agent.parameters()).detach()
+        return test_learning.learn(SCRIPTS[name], test_learning.VECTORS, torch.float64, 0.1, **own, **settings)[0]
 
 
 def gradients(folder: Path) -> None:
@@ -153,7 +132,7 @@ def train(folder: Path, settings: dict) -> None:
     """A run of a script; `kill` = [rank, step] kills that rank, once, before it has a checkpoint of that step.
     `on_rank_1` has settings for that rank alone."""
     rank, agents, save = int(os.environ["RANK"]), [], Checkpoints.save
-    script, kill, own = NAMED[settings.pop("script")], settings.pop("kill", None), settings.pop("on_rank_1", {})
+    script, kill, own = SCRIPTS[settings.pop("script")], settings.pop("kill", None), settings.pop("on_rank_1", {})
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if rank == 1:
         settings |= own

@@ -4,7 +4,7 @@ The functions of these names train on recorded steps of environments, with recor
 must end with the same parameters to rounding (test_restated.py). `args` are the settings of a script. The papers:
 
 GAE: Schulman et al. 2016, https://arxiv.org/abs/1506.02438.  PPO: Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
-Adam: Kingma and Ba 2015, https://arxiv.org/abs/1412.6980.  PPG: Cobbe et al. 2020, https://arxiv.org/abs/2009.04416.
+PPG: Cobbe et al. 2020, https://arxiv.org/abs/2009.04416. Adam, RMSProp and the clipping of gradients are PyTorch's.
 IMPALA: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, with the learner of TorchBeast's MonoBeast (Kuettler et
 al. 2019, https://arxiv.org/abs/1910.03552).
 """
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Adam, Optimizer, RMSprop
 
 Parameters = dict[str, Tensor]  # by name, as in a script's `Agent`
 
@@ -54,8 +56,7 @@ def features_of(params: Parameters, encoder: str, obs: Tensor) -> Tensor:
 
 def policy_of(params: Parameters, obs: Tensor) -> Tensor:
     """The probability of each action."""
-    logits = linear(params, "policy_head.linear", features_of(params, "encoder", obs))
-    return logits.exp() / logits.exp().sum()
+    return linear(params, "policy_head.linear", features_of(params, "encoder", obs)).softmax(0)
 
 
 def value_of(params: Parameters, obs: Tensor, arch: str) -> Tensor:
@@ -161,31 +162,15 @@ def mean(losses: Iterator[Tensor]) -> Tensor:
     return sum(losses) / len(losses)
 
 
-def clipped_gradients(params: Parameters, loss: Tensor, max_norm: float | None, size: int = 1) -> list[Tensor]:
-    """The gradients of a loss that is a sum over `size` samples, scaled down together to `size` times an L2 norm of
-    `max_norm` (but for PyTorch's 1e-6)."""
+def descend(params: Parameters, optimizer: Optimizer, loss: Tensor, rate: float, max_norm: float | None) -> None:
+    """Take one step along the gradients, scaled down together to an L2 norm of `max_norm` (but for PyTorch's 1e-6)."""
     gradients = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
-    norm = math.sqrt(sum((gradient**2).sum() for gradient in gradients))
-    factor = 1.0 if max_norm is None else min(1.0, size * max_norm / (norm + size * 1e-6))
-    return [factor * gradient for gradient in gradients]
-
-
-class Adam:
-    """Adam, algorithm 1, on `params`, whose tensors it replaces."""
-
-    def __init__(self, params: Parameters, eps: float):
-        self.params, self.eps, self.t = params, eps, 0
-        self.m, self.v = ({name: torch.zeros_like(value) for name, value in params.items()} for _ in range(2))
-
-    def descend(self, loss: Tensor, rate: float, max_grad_norm: float | None) -> None:
-        """Take one step."""
-        gradients = clipped_gradients(self.params, loss, max_grad_norm)
-        self.t += 1
-        for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
-            self.m[name] = 0.9 * self.m[name] + 0.1 * gradient
-            self.v[name] = 0.999 * self.v[name] + 0.001 * gradient**2
-            m_hat, v_hat = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.999**self.t)
-            self.params[name] = (value - rate * m_hat / (v_hat.sqrt() + self.eps)).detach().requires_grad_()
+    for value, gradient in zip(params.values(), gradients, strict=True):
+        value.grad = gradient
+    if max_norm is not None:
+        clip_grad_norm_(params.values(), max_norm)
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
 
 
 # --------------------------------------------------------------------------------------------------------- algorithms
@@ -216,7 +201,7 @@ def iterations(history: list[list[Step]], args: Any) -> Iterator[tuple[list[list
 
 def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
     """PPO, algorithm 1: train `params`, in place."""
-    adam = Adam(params, args.adam_eps)
+    adam = Adam(params.values(), eps=args.adam_eps)
     for rollout, left in iterations(history, args):
         by_time = zip(*samples_of(params, rollout, args, "shared"), strict=True)
         samples = [sample for step in by_time for sample in step]  # step 0 of all environments, then step 1, ...
@@ -225,7 +210,7 @@ def ppo(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                 minibatch = normalized(minibatch) if args.norm_adv == "minibatch" else minibatch
                 losses = [policy_loss(policy_of(params, s.obs), s, args) for s in minibatch]
                 loss = mean(losses) + mean(value_loss(value_of(params, s.obs, "shared"), s, args) for s in minibatch)
-                adam.descend(loss, args.learning_rate * left, args.max_grad_norm)
+                descend(params, adam, loss, args.learning_rate * left, args.max_grad_norm)
 
 
 def units_of(rollouts: list[list], width: int, whole: bool) -> list[list]:
@@ -240,7 +225,7 @@ def units_of(rollouts: list[list], width: int, whole: bool) -> list[list]:
 def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
     """PPG, algorithm 1: train `params`, in place. As in OpenAI's code, policy and value have one loss and one Adam if
     they have as many passes, and else passes and an Adam of their own."""
-    adam, value_adam, aux_adam = (Adam(params, args.adam_eps) for _ in range(3))
+    adam, value_adam, aux_adam = (Adam(params.values(), eps=args.adam_eps) for _ in range(3))
     passes = ["both"] * args.e_policy
     if args.e_policy != args.e_value:
         passes = ["value"] * args.e_value + ["policy"] * args.e_policy
@@ -256,7 +241,8 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
                     loss = loss + mean(policy_loss(policy_of(params, s.obs), s, args) for s in minibatch)
                 if learns != "policy":
                     loss = loss + mean(value_loss(value_of(params, s.obs, args.arch), s, args) for s in minibatch)
-                (value_adam if learns == "value" else adam).descend(loss, rate, args.max_grad_norm)
+                optimizer = value_adam if learns == "value" else adam
+                descend(params, optimizer, loss, rate, args.max_grad_norm)
         phase += samples
         if i % args.n_pi == 0 or i == last:
             auxiliary_phase(params, aux_adam, phase, orders, args.aux_learning_rate * left, args)
@@ -264,7 +250,7 @@ def ppg(params: Parameters, history: list[list[Step]], orders: Iterator[list[int
 
 
 def auxiliary_phase(
-    params: Parameters, adam: Adam, phase: list[list[Sample]], orders: Iterator[list[int]], rate: float, args: Any
+    params: Parameters, adam: Optimizer, phase: list[list[Sample]], orders: Iterator[list[int]], rate: float, args: Any
 ) -> None:
     """PPG, section 2: L^joint = L^aux + beta_clone KL(old policy || policy), and L^value, on a phase's samples."""
     with torch.no_grad():
@@ -279,7 +265,7 @@ def auxiliary_phase(
                 kl = (old_policy * (old_policy / policy_of(params, sample.obs)).log()).sum()
                 errors = aux_value - sample.target, value_of(params, sample.obs, args.arch) - sample.target
                 losses.append(errors[0] ** 2 / 2 + args.beta_clone * kl + errors[1] ** 2 / 2)
-            adam.descend(mean(losses), rate, args.max_grad_norm)
+            descend(params, adam, mean(losses), rate, args.max_grad_norm)
 
 
 # ------------------------------------------------------------------------------------------------------------- IMPALA
@@ -305,8 +291,8 @@ def view_of(params: Parameters, obs: Tensor, state: State) -> tuple[Tensor, Tens
         cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         features = o.sigmoid() * cell.tanh()
         state = features, cell
-    logits = linear(params, "policy_head.linear", features)
-    return logits.exp() / logits.exp().sum(), linear(params, "value_head", features)[0], state
+    policy = linear(params, "policy_head.linear", features).softmax(0)
+    return policy, linear(params, "value_head", features)[0], state
 
 
 def next_state(step: Step, state: State) -> State:
@@ -379,7 +365,7 @@ def impala_loss(params: Parameters, unroll: Played, args: Any) -> Tensor:
 
 
 def appo_pass(
-    params: Parameters, adam: Adam, batch: list[Played], orders: Iterator[list[int]], rate: float, args: Any
+    params: Parameters, adam: Optimizer, batch: list[Played], orders: Iterator[list[int]], rate: float, args: Any
 ) -> None:
     """V-trace once for the batch, then PPO's losses on minibatches of the steps drawn: with an LSTM of whole unrolls,
     else of single steps. The old policy is that before the first minibatch, not the one that acted."""
@@ -391,32 +377,17 @@ def appo_pass(
         for b, t in (place for number in numbers for place in drawn[number]):
             (policies, values), sample = outputs[b], samples[b][t]
             losses.append(policy_loss(policies[t], sample, args) + value_loss(values[t], sample, args))
-        adam.descend(mean(losses), rate, args.max_grad_norm)
-
-
-class RMSProp:
-    """RMSProp as TorchBeast has it (decay .99, no momentum), on `params`, whose tensors it replaces. Losses are sums
-    over `size` samples, so that a script's settings, which are for means, are that much larger here."""
-
-    def __init__(self, params: Parameters, size: int, eps: float):
-        self.params, self.size, self.eps = params, size, eps
-        self.squares = {name: torch.zeros_like(value) for name, value in params.items()}
-
-    def descend(self, loss: Tensor, rate: float, max_grad_norm: float) -> None:
-        gradients = clipped_gradients(self.params, loss, max_grad_norm, self.size)
-        for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
-            self.squares[name] = 0.99 * self.squares[name] + 0.01 * gradient**2
-            change = rate * gradient / (self.squares[name].sqrt() + self.size * self.eps)
-            self.params[name] = (value - change).detach().requires_grad_()
+        descend(params, adam, mean(losses), rate, args.max_grad_norm)
 
 
 def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
-    """IMPALA with losses summed over T x B steps, and RMSProp, or asynchronous PPO: train `params`, in place. Rounds of
-    one unroll of each environment are played by the newest parameters, and wait for their batch."""
+    """IMPALA with RMSProp (losses are means over T x B steps, as are a script's settings), or asynchronous PPO: train
+    `params`, in place. Rounds of one unroll of each environment are played by the newest parameters, and wait for their
+    batch."""
     size, start = args.num_steps * args.batch_size, None
     if args.use_lstm:
         start = tuple(torch.zeros(2, args.feature_dim))
-    adam, rmsprop = Adam(params, args.adam_eps), RMSProp(params, size, args.rmsprop_eps)
+    adam, rmsprop = Adam(params.values(), eps=args.adam_eps), RMSprop(params.values(), alpha=0.99, eps=args.rmsprop_eps)
     states, waiting, played = [start] * len(history), [], 0
     for i in range(args.total_timesteps // size):
         while len(waiting) < args.batch_size:
@@ -429,4 +400,5 @@ def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[
         if args.preset == "appo":
             appo_pass(params, adam, batch, orders, rate, args)
         else:
-            rmsprop.descend(sum(impala_loss(params, unroll, args) for unroll in batch), rate, args.max_grad_norm)
+            loss = sum(impala_loss(params, unroll, args) for unroll in batch) / size
+            descend(params, rmsprop, loss, rate, args.max_grad_norm)

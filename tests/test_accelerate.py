@@ -1,6 +1,7 @@
 """Modules of kernels take the place of just what they compute: networks as written against themselves, accelerated."""
 
 import copy
+import functools
 import pickle
 import random
 import types
@@ -21,8 +22,8 @@ from common.fast.graphs import Playback, Recorded, RecordedEncode, record_calls,
 
 
 class ResidualBlock(ppo.ResidualBlock):
-    def __init__(self, channels=16):
-        super().__init__(channels, "identity")
+    def __init__(self):
+        super().__init__(16, "identity")
 
 
 class Agent(nn.Module):
@@ -34,8 +35,7 @@ class Agent(nn.Module):
         return self.head(encoder(obs).sum(-1, keepdim=True))
 
 
-def impala_cnn():
-    return ppo.ImpalaCNN((64, 64, 3), 8, "identity")
+impala_cnn = functools.partial(ppo.ImpalaCNN, (64, 64, 3), 8, "identity")
 
 
 def made(make):

@@ -1,21 +1,22 @@
-"""The scripts in benchmarks/: collecting, and measuring speed."""
+"""The scripts in benchmarks/: collecting, measuring speed, and what a GPU has to show."""
 
-import importlib
-import inspect
 import json
-import re
+import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import collect
+import gpu_check
 import ppo
 import readme
 import throughput
-from common import InputError, device, session
-from common.run import Run
+from common import InputError, TrainingError
+from common.run import write_json
 from common.settings import read_json
-from fast import small_networks
+from fast import Fork, ForkedScript, small_networks
 from helpers import read_csv, small_args
 
 
@@ -69,35 +70,24 @@ def test_collect_compares_what_makes_a_run():
 JOB = {"repeat": 0, "sweep": "", "device": "cpu", "num_steps": 4, "env_id": "starpilot"}
 
 
-def make_tiny(algorithm, args, num_steps, iterations):
-    """In place of `throughput.shorten`: iterations of 4 environments, which end with an auxiliary phase."""
-    tiny = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 1, "n_pi": 1, "batch_size": 4}
-    for name, value in (tiny | {"total_timesteps": (1 + iterations) * 4 * num_steps}).items():
-        if hasattr(args, name) and isinstance(getattr(type(args), name, None), int):
-            setattr(args, name, value)
+def measure_tiny(algorithm, file):
+    """Measure iterations of 4 environments, which end with an auxiliary phase. Changes this process."""
 
+    def shorten(algorithm, args, num_steps, iterations):
+        tiny = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 1, "n_pi": 1, "batch_size": 4}
+        for name, value in (tiny | {"total_timesteps": (1 + iterations) * 4 * num_steps}).items():
+            if hasattr(args, name) and isinstance(getattr(type(args), name, None), int):
+                setattr(args, name, value)
 
-@pytest.fixture
-def put_back(monkeypatch):
-    """What a measurement changes in its process is put back after the test. Returns the script's module."""
-
-    def keep(algorithm):
-        script = importlib.import_module(algorithm)
-        for place in (script, script.Agent, script.ImpalaCNN, session, Run, device):
-            for name, value in list(vars(place).items()):
-                if inspect.isfunction(value):
-                    monkeypatch.setattr(place, name, value)
-        return script
-
-    return keep
+    throughput.shorten, throughput.MATMUL_SIZES = shorten, {"cpu": (1024,)}
+    write_json(file, throughput.measure(JOB | {"algorithm": algorithm, "configuration": "default"}))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
-def test_throughput_measures_real_runs(algorithm, put_back, monkeypatch):
-    put_back(algorithm)
-    monkeypatch.setattr(throughput, "shorten", make_tiny)
-    monkeypatch.setattr(throughput, "MATMUL_SIZES", {"cpu": (1024,)})
-    row = throughput.measure(JOB | {"algorithm": algorithm, "configuration": "default"})
+def test_throughput_measures_real_runs(algorithm, tmp_path):
+    with Fork(tmp_path, measure_tiny, algorithm, tmp_path / "row.json") as process:
+        assert process.wait() == 0, process.errors
+    row = read_json(tmp_path / "row.json")
     assert row.keys() >= set(throughput.COLUMNS)
     assert all(row[f"{phase}_us"] > 0 for phase in ("act", "env", "learn"))
     assert (row["aux_us"] > 0) == (algorithm == "ppg")
@@ -133,7 +123,46 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     assert made == ["plain", "default"] * 3 + ["default"] * 2
     document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
-    row = "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | - | 100 | 10 | 900 | 0 | 50%, -, 40% | 1.23 |"
-    assert row in document.splitlines()
-    assert re.search(r"^Measured on .*: `python benchmarks/throughput.py", document, re.MULTILINE)
+    assert "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | " in document
     assert (tmp_path / "cpu.png").stat().st_size > 5000
+
+
+# ------------------------------------------------------ gpu_check.py, as far as a machine without a GPU can show it
+
+
+def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypatch, capsys):
+    """What a part has started ends with it; what has failed is tried again after the others."""
+    done = f"open({str(tmp_path / 'done')!r}, 'a').write"
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    parts = {"resume a": child, "tests": f"{done}('t'); raise SystemExit('broken')", "speed b": f"{done}('s')"}
+    parts = {name: [sys.executable, "-c", code] for name, code in parts.items()}
+    monkeypatch.setattr(gpu_check, "plan", lambda args: parts)
+    monkeypatch.setattr(gpu_check, "SECONDS", {"tests": 60, "resume": 1.5, "speed": 9000})
+
+    def check(budget):
+        gpu_check.main(gpu_check.Args(out=tmp_path, device="cpu", budget=budget))
+        return capsys.readouterr().out
+
+    output = check(budget=600)
+    assert "tests: FAILED" in output
+    assert "    broken" in output
+    assert "left for another call: resume a, tests, speed b\n" in output
+    pid = (tmp_path / "logs" / "resume-a.log").read_text().strip()
+    state = subprocess.run(["ps", "-o", "state=", "-p", pid], capture_output=True, text=True).stdout.strip()
+    assert state in ("", "Z")
+    assert "left for another call: resume a, tests\n" in check(budget=1)  # the first part is always done
+    assert (tmp_path / "done").read_text() == "ts"
+
+
+def test_a_resumed_run_is_compared_with_a_whole_one(monkeypatch, capsys):
+    more = []
+
+    def run(command, **settings):
+        assert ForkedScript(command + more * ("--resume" not in command)).wait() == 0
+
+    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(Popen=ForkedScript, run=run))
+    gpu_check.kill_and_resume("ppo", "cpu")
+    assert "ppo: resumed at step " in capsys.readouterr().out
+    more += ["--learning-rate", "1e-3"]
+    with pytest.raises(TrainingError, match=r"parameters of the resumed run differ: .*policy_head"):
+        gpu_check.kill_and_resume("ppo", "cpu")

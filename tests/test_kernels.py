@@ -134,33 +134,33 @@ KERNELS += [(block, block_formula, "residual", (c, c, c), (b, c, h, w)) for b, c
 def test_kernels_are_exact(kernel, formula, name, channels, shape, dtype, ran):
     """Values and all gradients, to a few units in the last bit. They repeat, also for a part of the frames, without
     gradients, and where frames need none."""
+
+    def results(function, x, convs, *more):
+        """Values, and gradients: of the parameters, and of the frames if they need them."""
+        y = function(x, *convs, *more)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(dtype).to(y.dtype)
+        given = [each for conv in convs for each in (conv.weight, conv.bias)] + [x] * x.requires_grad
+        found = y, *torch.autograd.grad(y, given, dy)
+        assert [each.dtype for each in found] == [each.dtype for each in (x, *given)]
+        return found
+
     convs, x = layers(*channels), frames(dtype, *shape)
     x.requires_grad_(shape[1] > 3)
-    given = [*([x] if x.requires_grad else []), *(each for conv in convs for each in (conv.weight, conv.bias))]
-    y = kernel(x, *convs)
-    dy = torch.randn(y.shape).to(dtype)
-    found = y, *torch.autograd.grad(y, given, dy)
+    found = results(kernel, x, convs)
     kind = f"{shape[1]}_{dtype}".replace("torch.", "")
     assert ran == [f"{name}_forward_{kind}", f"{name}_backward_{kind}"]
     wide_x, wide = x.detach().double().requires_grad_(x.requires_grad), [copy.deepcopy(conv).double() for conv in convs]
-    expected = formula(wide_x, *wide, dtype)
-    wide_given = [*([wide_x] if x.requires_grad else []), *(each for conv in wide for each in (conv.weight, conv.bias))]
-    expected = expected, *torch.autograd.grad(expected, wide_given, dy.double())
-    for mine, other, source in zip(found, expected, (x, *given), strict=True):
-        assert mine.dtype == source.dtype
+    for mine, other in zip(found, results(formula, wide_x, wide, dtype), strict=True):
         tolerance = 2**-8 if dtype == torch.bfloat16 else 2**-18
         scale = other.square().mean().sqrt()
         assert (mine.double() - other).square().mean().sqrt() < tolerance * scale
         assert (mine.double() - other).abs().max() < 8 * tolerance * scale + tolerance * other.abs().max()
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    again = kernel(x, *convs)
-    assert all(map(torch.equal, found, (again, *torch.autograd.grad(again, given, dy))))
-    fixed = kernel(x.detach(), *convs)
-    gradients = torch.autograd.grad(fixed, given[x.requires_grad :], dy)
-    assert all(map(torch.equal, gradients, found[1 + x.requires_grad :]))
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    assert all(map(torch.equal, found, results(kernel, x, convs)))
+    assert all(map(torch.equal, found, results(kernel, x.detach(), convs)))  # which has no gradient for the frames
     with torch.no_grad():
-        assert torch.equal(kernel(x, *convs), y)
-        assert torch.equal(kernel(x[:2], *convs), y[:2])
+        assert torch.equal(kernel(x, *convs), found[0])
+        assert torch.equal(kernel(x[:2], *convs), found[0][:2])
 
 
 @both_dtypes

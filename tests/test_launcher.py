@@ -1,7 +1,6 @@
 """benchmarks/run.py: the matrix of runs, here and on Slurm."""
 
 import io
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import gymnasium as gym
 import pytest
 from rich.console import Console
 
@@ -24,7 +22,7 @@ import ppo
 import run as launcher
 from common import InputError
 from common.run import ROOT
-from helpers import wait_until
+from helpers import read_json, resumed_at, wait_until
 
 SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]
 SMALL += ["--update-epochs", "1"]
@@ -53,9 +51,9 @@ def run_folders(runs_dir):
     return [path for path in runs_dir.iterdir() if path.name != "logs"]
 
 
-def words_of(runs_dir, total_timesteps, *words, env_id="CartPole-v1", seeds=2):
+def words_of(runs_dir, total_timesteps, *words, env_ids="CartPole-v1", seeds=2):
     """The launcher's command line after `python benchmarks/run.py`."""
-    what = f"--algorithms ppo --env-ids {env_id} --seeds {seeds} --total-timesteps {total_timesteps}"
+    what = f"--algorithms ppo --env-ids {env_ids} --seeds {seeds} --total-timesteps {total_timesteps}"
     return [*what.split(), "--runs-dir", str(runs_dir), *words, "--", *SMALL]
 
 
@@ -65,28 +63,28 @@ def run_command(*args, **settings):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+def seeds_of(folders):
+    return sorted(read_json(path / "args.json")["seed"] for path in folders)
+
+
 def states(jobs):
     return [(job.state, job.attempts) for job in jobs]
 
 
-@pytest.fixture
-def idea(tmp_path):
-    """A script of one's own: ppo.py with another gamma and a task that it registers."""
-    path, source = tmp_path / "ideas" / "ppo.py", (ROOT / "ppo.py").read_text()
-    task = 'gym.register("MyPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=20)\n\n\n'
-    source = source.replace("gamma: Fraction = 0.999", "gamma: Fraction = 0.9")
-    path.parent.mkdir()
-    path.write_text(source.replace("@dataclass\nclass Args", f"{task}@dataclass\nclass Args"))
-    yield path
-    gym.registry.pop("MyPole-v0", None)
-
-
-def test_scripts_of_ones_own_are_in_the_matrix(idea, tmp_path, in_process, monkeypatch):
-    """A script finds `common/`, takes no other script's run for its own, and its curve can be collected."""
-    runs = tmp_path / "runs"
+def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch):
+    """ppo.py with another gamma and a task that it registers. It finds `common/`, takes no other script's run for its
+    own, and its curve can be collected. The command tells a failure: the scripts alone know the games of the Atari."""
+    idea, runs, source = tmp_path / "ideas" / "ppo.py", tmp_path / "runs", (ROOT / "ppo.py").read_text()
+    task = 'gym.register("MyPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=20)\n'
+    idea.parent.mkdir()
+    idea.write_text(
+        f"import gymnasium as gym\n{task}{source.replace('gamma: Fraction = 0.999', 'gamma: Fraction = 0.9')}"
+    )
     launcher.main(make_args(runs))
-    result = run_command(runs, 256, "--scripts", str(idea), seeds=1)
-    assert "2 runs: 2 done" in result.stdout, result.stdout + result.stderr
+    result = run_command(runs, 256, "--scripts", str(idea), env_ids="CartPole-v1 ALE/Nothing-v5", seeds=1)
+    assert "4 runs: 2 done, 2 failed" in result.stdout, result.stdout + result.stderr
+    assert "exit code 2: error: --env-id" in " ".join(result.stdout.split())
+    assert result.returncode == 1
     monkeypatch.chdir(tmp_path)
     mine, own = launcher.main(make_args(runs, scripts=(Path("ideas/ppo.py"),), dry_run=True))
     assert states([mine, own]) == [("done", 0), ("done", 0)]
@@ -129,7 +127,7 @@ def test_protocols(mode, levels, steps):
         ({"extra": ("--env_id=maze",)}, "--env_id=maze cannot come after --"),
         ({"env_ids": ()}, "--env-ids is empty"),
         ({"seeds": 0}, "--seeds 0 cannot work"),
-        ({"protocol": "easy-200"}, "are for Procgen: leave them out for CartPole-v1"),
+        ({"protocol": "easy-200"}, "--num-levels is for Procgen: leave it out for CartPole-v1"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
     ],
 )
@@ -155,7 +153,7 @@ def test_places(monkeypatch):
 def test_runs_are_made_once(tmp_path, in_process, capsys):
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 1)] * 2
     folders = run_folders(tmp_path)
-    assert sorted(json.loads((path / "args.json").read_text())["seed"] for path in folders) == [1, 2]
+    assert seeds_of(folders) == [1, 2]
     capsys.readouterr()
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0)] * 2
     assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
@@ -184,8 +182,7 @@ def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         launcher.main(make_args(runs, total_timesteps=10**9))
     assert sorted(run_folders(runs)) == sorted(folders)
-    resumed = [json.loads((path / "meta.json").read_text())["resumed"] for path in folders]
-    (step,) = [each["step"] for one in resumed for each in one]  # of the first seed alone, and from where it stood
+    (step,) = [step for path in folders for step in resumed_at(path)]  # of the first seed, from where it stood
     assert step >= 3 * 128
 
 
@@ -203,8 +200,7 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     monkeypatch.setattr(launcher, "start", start_beside_another)
     jobs = launcher.main(make_args(runs, seeds=2, runs_per_device=1))
     assert states(jobs) == [("done", 1), ("done", 0)]
-    seeds = [json.loads((path / "args.json").read_text())["seed"] for path in run_folders(runs)]
-    assert sorted(seeds) == [1, 2]
+    assert seeds_of(run_folders(runs)) == [1, 2]
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
@@ -221,14 +217,6 @@ def test_failures(code, attempts, tmp_path, monkeypatch):
     jobs = launcher.main(make_args(tmp_path, seeds=3, attempts=3))
     assert states(jobs) == [("done", 1), ("failed", attempts), ("done", 1)]
     assert f"exit code {code}: last line" in jobs[1].note
-
-
-def test_a_failure_is_told(tmp_path):
-    """By the commands themselves. (The scripts alone know which games of the Atari there are.)"""
-    result = run_command(tmp_path / "runs", 256, env_id="ALE/Nothing-v5", seeds=1)
-    assert result.returncode == 1
-    assert "1 runs: 1 failed" in result.stdout
-    assert "exit code 2: error: --env-id" in " ".join(result.stdout.split())
 
 
 def test_the_table(tmp_path):
@@ -268,7 +256,6 @@ def slurm(tmp_path, monkeypatch):
     (tmp_path / "key").write_bytes(os.urandom(1024))
     (tmp_path / "key").chmod(0o400)
     paths = "StateSaveLocation=state SlurmdSpoolDir=spool SlurmctldPidFile=slurmctld.pid SlurmdPidFile=slurmd.pid"
-    paths += " SlurmctldLogFile=slurmctld.log SlurmdLogFile=slurmd.log"
     settings = "ClusterName=test SlurmUser=root SlurmdUser=root SlurmctldPort=26817 SlurmdPort=26818"
     settings += " ProctrackType=proctrack/linuxproc TaskPlugin=task/none JobAcctGatherType=jobacct_gather/none"
     settings += " SelectType=select/cons_tres SelectTypeParameters=CR_CPU ReturnToService=2"
@@ -317,7 +304,6 @@ def test_a_matrix_on_slurm(slurm, tmp_path):
     time.sleep(5)  # slurmd refuses a job that comes back at once
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)  # else in two minutes
     wait_until(lambda: not subprocess.check_output(queue, text=True), seconds=300)
-    metas = [json.loads((path / "meta.json").read_text()) for path in run_folders(runs)]
-    assert [bool(meta["finished"]) for meta in metas] == [True, True]
-    assert sorted(len(meta["resumed"]) for meta in metas) == [0, 1]
+    assert all(read_json(path / "meta.json")["finished"] for path in run_folders(runs))
+    assert sorted(len(resumed_at(path)) for path in run_folders(runs)) == [0, 1]
     assert "2 runs: 2 done" in run_command(runs, 150_000, *words).stdout

@@ -1,4 +1,4 @@
-"""Minibatches in pieces and number formats change neither gradients nor what is logged."""
+"""Minibatches in pieces and number formats change neither gradients nor what is logged; and whole runs learn."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ import ppg
 import ppo
 from common.device import resolve_precision
 from common.learning import micro_batches
-from helpers import ALL
+from helpers import ALL, evaluate, parameters, small_args
 from test_losses import WORLD, run_update
 
 quick = pytest.mark.quick
@@ -25,44 +25,41 @@ CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
 
-def learn(script, space: gym.Space, dtype: torch.dtype, lr: float, device=CPU, prepare=None, read=float, **settings):
-    """How the parameters change by learning from random experience, and the metrics; the same for the same sizes.
+def learn(
+    script, space, dtype, lr, device=CPU, prepare=lambda agent: None, read=float, world=WORLD, envs=range(6), **settings
+):
+    """How the parameters change by learning from random experience of `envs`, and the metrics.
 
     `prepare` is called with the agent once it lies on `device`, `read` with each metric.
     """
     torch.manual_seed(0)
-    sizes = {"num_minibatches": 2} | ({} if script is impala else {"num_envs": 6, "num_steps": 8})
-    args = script.Args(**sizes, **settings)
+    sizes = {} if script is impala else {"num_envs": len(envs), "num_steps": 8}
+    args = script.Args(**{"num_minibatches": 2} | sizes | settings)
     agent = script.Agent(space, ACTIONS, args).to(device, dtype)
-    if prepare is not None:
-        prepare(agent)
+    prepare(agent)
     start = parameters_to_vector(agent.parameters()).detach().clone()
-    optimizer = torch.optim.SGD(agent.parameters(), lr=lr)
+    optimizer, envs = torch.optim.SGD(agent.parameters(), lr=lr), list(envs)
+    torch.manual_seed(0)
 
     def observations(*shape):
         if len(space.shape) == 3:
-            return torch.randint(0, 256, (*shape, *space.shape), dtype=torch.uint8)
-        return torch.randn(*shape, *space.shape, dtype=dtype)
+            return torch.randint(0, 256, (*shape, 8, *space.shape), dtype=torch.uint8)[..., envs, :, :, :].to(device)
+        return torch.randn(*shape, 8, *space.shape, dtype=dtype)[..., envs, :].to(device)
 
+    obs, actions = observations(9), torch.randint(0, 4, (8, 8))[:, envs].to(device)
+    logprobs, values, rewards, dones, cut, returns = torch.randn(6, 8, 8, dtype=dtype)[..., envs].to(device)
+    logprobs, dones = -logprobs.sigmoid(), (dones > 0.8).to(dtype)
     if script is impala:
-        obs, actions, logprobs = observations(9, 6), torch.randint(0, 4, (8, 6)), -torch.rand(8, 6, dtype=dtype)
-        rest = torch.randn(8, 6, dtype=dtype), (torch.rand(8, 6) < 0.2).to(dtype), torch.zeros(8, 6, dtype=dtype)
-        batch = impala.Unroll(actions, obs, logprobs, *rest, agent.initial_state(6).to(dtype))
-        batch = impala.Unroll(*(x.to(device) for x in batch))
-        metrics = impala.update(agent, optimizer, batch, args, WORLD)
+        state = agent.initial_state(len(envs)).to(device, dtype)
+        batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, state)
+        metrics = impala.update(agent, optimizer, batch, args, world)
     else:
-        zeros = torch.zeros(8, 6, dtype=dtype)
-        rollout = script.Rollout(
-            obs=observations(8, 6), actions=torch.randint(0, 4, (8, 6)), logprobs=-torch.rand(8, 6, dtype=dtype),
-            values=torch.randn(8, 6, dtype=dtype), rewards=zeros, dones=zeros, truncation_values=zeros,
-        )  # fmt: skip
-        rollout = script.Rollout(*[None if x is None else x.to(device) for x in rollout])
-        advantages = script.compute_gae(rollout, torch.randn(6, dtype=dtype).to(device), 0.9, 0.9)
-        metrics = run_update(script, agent, rollout, advantages, args, optimizer)
+        rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
+        advantages = script.compute_gae(rollout, returns[0], 0.9, 0.9)
+        metrics = run_update(script, agent, rollout, advantages, args, optimizer, world)
         if script is ppg:
-            obs, returns = observations(2, 8, 6).to(device), torch.randn(2, 8, 6, dtype=dtype).to(device)
-            phase = SimpleNamespace(obs=obs, returns=returns, length=2)
-            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
+            phase = SimpleNamespace(obs=observations(2, 8), returns=torch.stack([returns, -returns]), length=2)
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, world)
     change = parameters_to_vector(agent.parameters()).detach() - start
     return change, {tag: read(value) for tag, value in metrics.items()}
 
@@ -116,3 +113,47 @@ def test_precision(monkeypatch, capsys):
     for capability, expected in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert resolve_precision("auto", torch.device("cuda")) == expected
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    sizes = {"num_steps": 2, "total_timesteps": 16, "update_epochs": 1}
+    args = small_args(ppo, tmp_path, sizes, env_id="starpilot", feature_dim=16, num_threads=1, precision="bf16")
+    try:
+        a, b = (parameters(ppo.main(args)) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+
+# What a script's run needs, of the flags that it has, and the least mean return after it
+TASKS = {
+    "CartPole-v1": ({"gamma": 0.99, "num_envs": 8, "num_steps": 128, "total_timesteps": 200_000}, 474),
+    # a random policy scores about -1200, a good one better than -200
+    "Pendulum-v1": ({
+        "gamma": 0.9, "num_envs": 16, "num_steps": 128, "total_timesteps": 300_000, "learning_rate": 1e-3,
+        "aux_learning_rate": 1e-3, "ent_coef": 0.0, "e_policy": 4, "e_value": 4, "update_epochs": 10,
+    }, -400),
+    # pays 5 an episode for random bits and 10 for the right ones
+    "TestBits-v0": ({
+        "gamma": 0.9, "num_envs": 8, "num_steps": 64, "total_timesteps": 40_000, "learning_rate": 2e-3,
+        "aux_learning_rate": 2e-3,
+    }, 9.5),
+}  # fmt: skip
+# PPG's losses on these spaces are held to PyTorch's in test_losses; a whole run takes a minute.
+TASK_CASES = [(ppo, env_id) for env_id in TASKS] + [(ppg, "CartPole-v1")]
+TASK_CASES += [pytest.param(ppg, env_id, marks=pytest.mark.soak) for env_id in ("Pendulum-v1", "TestBits-v0")]
+
+
+@pytest.mark.parametrize(("script", "env_id"), TASK_CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_learns(script, env_id, tmp_path):
+    settings, least = TASKS[env_id]
+    own = {name: value for name, value in settings.items() if hasattr(script.Args, name)}
+    own |= {"norm_reward_gamma": settings["gamma"], "anneal_lr": True, "device": "cpu", "runs_dir": str(tmp_path)}
+    assert evaluate(script.main(script.Args(env_id=env_id, **own))) > least

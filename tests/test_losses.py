@@ -1,17 +1,24 @@
-"""Losses and distributions against cases worked out by hand; what an update learns from them: test_restated."""
+"""Losses against cases worked out by hand, distributions, and the steps of PPG's auxiliary phase.
 
+What updates learn from them: test_restated.
+"""
+
+import copy
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
 import ppg
 import ppo
 from common.networks import action_dist, policy_kl
 from common.world import World
-from helpers import with_advantages
+from helpers import small_args, with_advantages
 
 pytestmark = pytest.mark.quick
 VECTOR = gym.spaces.Box(-1, 1, (3,), np.float32)
@@ -30,7 +37,7 @@ def test_clipped_policy_loss():
     # ratio 0.5, advantage -1: min(-0.5, -0.8) = -0.8, clipped
     # ratio 1.1, advantage  2: min( 2.2,  2.2) =  2.2
     # ratio 1.5, advantage -1: min(-1.5, -1.2) = -1.5, not clipped: the step back into the range is wanted
-    logratio = torch.tensor([1.5, 0.5, 1.1, 1.5]).log().requires_grad_()
+    logratio = torch.tensor([1.5, 0.5, 1.1, 1.5]).log()
     advantages = torch.tensor([1.0, -1.0, 2.0, -1.0])
     old = torch.tensor([-1.0, -2.0, -0.5, -1.0])
     for loss, metrics in (
@@ -42,43 +49,26 @@ def test_clipped_policy_loss():
         k1 = -(2 * math.log(1.5) + math.log(0.5) + math.log(1.1)) / 4
         assert metrics["losses/old_approx_kl"].item() == pytest.approx(k1)
         assert metrics["losses/approx_kl"].item() == pytest.approx((0.5 - 0.5 + 0.1 + 0.5) / 4 + k1)
-        (gradient,) = torch.autograd.grad(loss, logratio)
-        # d(-ratio * advantage / 4) / d(logratio) = -ratio * advantage / 4, and 0 where clipped
-        torch.testing.assert_close(gradient, torch.tensor([0, 0, -2.2 / 4, 1.5 / 4]))
 
 
-def kl_by_definition(space: gym.Space, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """KL divergence [B] of the distribution with parameters `new` from that with `old`, from closed forms."""
+def dist_of(space: gym.Space, params: torch.Tensor) -> Distribution:
+    """PyTorch's distribution over actions."""
     if isinstance(space, gym.spaces.Discrete):
-        p, q = old.softmax(-1), new.softmax(-1)
-        return (p * (p / q).log()).sum(-1)
+        return Categorical(logits=params)
     if isinstance(space, gym.spaces.MultiBinary):
-        p, q = old.sigmoid(), new.sigmoid()
-        return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1)
-    (m0, s0), (m1, s1) = ((x[:, :2], x[:, 2:].exp()) for x in (old, new))
-    return ((s1 / s0).log() + (s0**2 + (m0 - m1) ** 2) / (2 * s1**2) - 0.5).sum(-1)
+        return Independent(Bernoulli(logits=params), 1)
+    return Independent(Normal(params[:, :2], params[:, 2:].exp()), 1)
 
 
 @SPACES
-def test_distributions_against_closed_forms(space):
-    generator = torch.Generator().manual_seed(0)
-    size = 3 if isinstance(space, gym.spaces.MultiBinary) else 4
-    old, new = torch.randn(2, 6, size, generator=generator, dtype=torch.float64)
-    dist = action_dist(space, old)
-    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_by_definition(space, old, new))
-    if isinstance(space, gym.spaces.Discrete):
-        action, p = torch.full((6,), 2), old.softmax(-1)
-        entropy, logprob = -(p * p.log()).sum(-1), p[:, 2].log()
-    elif isinstance(space, gym.spaces.MultiBinary):
-        action, p = torch.tensor([1.0, 0, 1]).double().expand(6, 3), old.sigmoid()
-        entropy = -(p * p.log() + (1 - p) * (1 - p).log()).sum(-1)
-        logprob = p[:, 0].log() + (1 - p[:, 1]).log() + p[:, 2].log()
-    else:
-        action, mean, std = torch.zeros(6, 2).double(), old[:, :2], old[:, 2:].exp()
-        entropy = (std.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
-        logprob = (-0.5 * (mean / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
-    torch.testing.assert_close(dist.entropy(), entropy)
-    torch.testing.assert_close(dist.log_prob(action), logprob)
+def test_distributions_are_pytorchs(space):
+    torch.manual_seed(0)
+    old, new = torch.randn(2, 6, 3 if isinstance(space, gym.spaces.MultiBinary) else 4, dtype=torch.float64)
+    dist, expected = action_dist(space, old), dist_of(space, old)
+    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_divergence(expected, dist_of(space, new)))
+    torch.testing.assert_close(dist.entropy(), expected.entropy())
+    action = expected.sample()
+    torch.testing.assert_close(dist.log_prob(action), expected.log_prob(action))
 
 
 @pytest.mark.parametrize("gap", [80.0, 200.0, 1e4])
@@ -107,10 +97,10 @@ def make_agent(script, space, args):
     return agent
 
 
-def run_update(script, agent, rollout, advantages, args, optimizer):
+def run_update(script, agent, rollout, advantages, args, optimizer, world=WORLD):
     """An update with the same optimizer for all passes."""
     optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, WORLD)
+    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, world)
 
 
 @pytest.mark.parametrize(("script", "passes", "steps"), [
@@ -129,3 +119,75 @@ def test_target_kl_stops_the_epochs(script, passes, steps):
         optimizer.register_step_post_hook(lambda *_, made=made: made.append(1))
         run_update(script, agent, rollout, advantages, args, optimizer)
         assert len(made) == expected
+
+
+# ------------------------------------------------------------------------------------------- PPG's auxiliary phase
+
+T = 8
+
+
+def random_phase(iterations: int, num_envs: int) -> SimpleNamespace:
+    """What an auxiliary phase needs of a `ppg.Phase`, in float64."""
+    obs, returns = torch.randn(iterations, T, num_envs, *VECTOR.shape), torch.randn(iterations, T, num_envs)
+    return SimpleNamespace(obs=obs.double(), returns=returns.double(), length=iterations)
+
+
+@SPACES
+def test_auxiliary_phase_follows_the_gradient_of_its_losses(space):
+    """Three steps of plain gradient descent, each on all rollouts: L^joint and L^value (PPG, section 2).
+
+    rllte zeroes the gradient between backward and step, so that its auxiliary phase trains nothing.
+    """
+    args = ppg.Args(num_envs=4, num_steps=T, e_aux=3, beta_clone=5.0, num_aux_rollouts=8)
+    agent, phase = make_agent(ppg, space, args).double(), random_phase(2, 4)
+    twin, obs, returns, losses = copy.deepcopy(agent), phase.obs.view(-1, 3), phase.returns.flatten(), []
+    with torch.no_grad():
+        old = twin.get_policy(obs)
+    for _ in range(3):
+        params, values, aux_values = twin.get_policy_and_values(obs)
+        kl = kl_divergence(dist_of(space, old), dist_of(space, params)).mean()
+        errors = [(each - returns).square().mean() / 2 for each in (aux_values, values)]
+        losses.append([each.item() for each in (*errors, kl)])
+        twin.zero_grad()
+        (errors[0] + errors[1] + 5 * kl).backward()
+        for parameter in twin.parameters():
+            parameter.data -= 0.3 * parameter.grad if parameter.grad is not None else 0
+
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.3)
+    metrics = ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
+    for name, expected in twin.named_parameters():
+        torch.testing.assert_close(agent.get_parameter(name), expected, rtol=1e-9, atol=1e-12, msg=name)
+    means = torch.tensor(losses, dtype=torch.float64).mean(0).tolist()
+    assert [metrics[f"losses/aux/{name}"].item() for name in ("aux_value_loss", "real_value_loss", "kl_loss")] == (
+        pytest.approx(means, rel=1e-5)
+    )
+    assert means[2] > 1e-4  # the policy has moved
+
+
+@pytest.mark.parametrize(("num_aux_rollouts", "num_aux_grad_accum", "steps"), [(2, 1, 2), (1, 2, 2), (3, 1, 1)])
+def test_rollouts_in_memory_at_a_time(num_aux_rollouts, num_aux_grad_accum, steps, monkeypatch):
+    """Of 3 rollouts. Those that are left over make a smaller minibatch, and are not dropped."""
+    args = ppg.Args(num_envs=3, num_steps=T, num_aux_rollouts=num_aux_rollouts, num_aux_grad_accum=num_aux_grad_accum)
+    agent = make_agent(ppg, ACTION_SPACES["discrete"], args).double()
+    sizes, made, forward = [], [], agent.get_policy_and_values
+    monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: made.append(None))
+    ppg.auxiliary_phase(agent, optimizer, random_phase(1, 3), args, str, WORLD)
+    assert sizes == {1: [T, T, T], 2: [2 * T, T], 3: [3 * T]}[num_aux_rollouts] * args.e_aux
+    assert len(made) == steps * args.e_aux
+
+
+def test_after_a_run_that_ends_in_mid_phase_the_next_phase_starts_empty(tmp_path, monkeypatch):
+    """The end is an auxiliary phase, too: resumed with more steps, no rollout is trained on twice."""
+    lengths, auxiliary_phase = [], ppg.auxiliary_phase
+
+    def spy(agent, optimizer, phase, *rest):
+        lengths.append(phase.length)
+        return auxiliary_phase(agent, optimizer, phase, *rest)
+
+    monkeypatch.setattr(ppg, "auxiliary_phase", spy)
+    args = small_args(ppg, tmp_path, {"num_steps": 4, "n_pi": 4, "total_timesteps": 6 * 16})
+    run_dir = ppg.main(args)
+    ppg.main(replace(args, total_timesteps=11 * 16, resume=str(run_dir)))
+    assert lengths == [4, 2, 4, 1]

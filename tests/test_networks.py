@@ -104,20 +104,14 @@ def layers_of(init_fn):
     return {role: layer.weight.detach().flatten(1) for role, layer in roles.items()}
 
 
-def test_normed_init_gives_rows_of_fixed_norm():
+def test_initial_weights():
+    """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs)."""
     norms = {"conv": 1, "residual": 6**-0.25, "dense": 1.4, "policy": 0.1, "value": 0.1}
     for role, weight in layers_of("normed").items():
         rows = weight.norm(dim=1)
         torch.testing.assert_close(rows, torch.full_like(rows, norms[role]), msg=role)
-
-
-def test_orthogonal_init():
     weight = layers_of("orthogonal")["policy"]
     torch.testing.assert_close(weight @ weight.T, 1e-4 * torch.eye(15), atol=1e-8, rtol=0)
-
-
-def test_xavier_and_identity_init():
-    """Identity is what PyTorch gives a layer: uniform within 1 / sqrt(inputs)."""
     uniform, normal, identity = (layers_of(name) for name in ("xavier_uniform", "xavier_normal", "identity"))
     bound = math.sqrt(6 / (9 * 3 + 9 * 16))
     assert 0.9 * bound < uniform["conv"].abs().max() <= bound

@@ -84,7 +84,8 @@ def check(monkeypatch, tmp_path):
         monkeypatch.setattr(torch, "randperm", lambda *size, **options: orders.append(randperm(*size)) or orders[-1])
         trained = parameters(script.main(args))
 
-        start, remaining = dict(params), iter([order.tolist() for order in orders])
+        remaining = iter([order.tolist() for order in orders])
+        start = {name: value.clone() for name, value in params.items()}
         for value in params.values():
             value.requires_grad_()
         history = [env.steps for env in TapeEnv.made]
@@ -138,23 +139,16 @@ def test_ppg(arch, settings, check):
     check(ppg, restated.ppg, **{"arch": arch, "n_pi": 2, "e_aux": 2} | settings)
 
 
+SMALL = {"num_steps": 6, "batch_size": 2, "total_timesteps": 96, "learning_rate": 0.03}
+OTHER = {"gamma": 0.9, "vtrace_lambda": 0.8, "rho_bar": 1.02, "c_bar": 0.98, "pg_rho_bar": 0.99, "ent_coef": 0.1}
+OTHER |= {"vf_coef": 2.0, "max_grad_norm": 0.03}
 IMPALA = {
     "the paper's T and B": {"num_envs": 64, "total_timesteps": 1280},
-    "small": {"num_steps": 6, "batch_size": 2, "total_timesteps": 96, "learning_rate": 0.03, "micro_batch_size": 6},
-    "all settings": {
-        "num_steps": 6, "batch_size": 2, "total_timesteps": 96, "gamma": 0.9, "vtrace_lambda": 0.8, "rho_bar": 1.02,
-        "c_bar": 0.98, "pg_rho_bar": 0.99, "ent_coef": 0.1, "vf_coef": 2.0, "max_grad_norm": 0.02, "anneal_lr": False,
-        "learning_rate": 0.03, "rmsprop_eps": 1e-3,
-    },
-}  # fmt: skip
-APPO = {
-    "default": {},
-    "other settings": {
-        "sample_fraction": 0.6, "num_minibatches": 5, "clip_coef": 0.05, "gamma": 0.9, "vtrace_lambda": 0.8,
-        "rho_bar": 1.02, "c_bar": 0.98, "pg_rho_bar": 0.99, "ent_coef": 0.1, "vf_coef": 2.0, "max_grad_norm": 0.05,
-        "anneal_lr": True, "micro_batch_size": 6,
-    },
-}  # fmt: skip
+    "small": SMALL | {"micro_batch_size": 6},
+    "all settings": SMALL | OTHER | {"anneal_lr": False, "rmsprop_eps": 1e-3},
+}
+APPO = {"default": {}, "other settings": OTHER | {"sample_fraction": 0.6, "num_minibatches": 5, "clip_coef": 0.05}}
+APPO["other settings"] |= {"anneal_lr": True, "micro_batch_size": 6}
 IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}
 APPO |= {f"{name}, LSTM": settings | {"use_lstm": True} for name, settings in APPO.items()}
 

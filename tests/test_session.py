@@ -29,8 +29,8 @@ def make_args(script, runs_dir, **settings):
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_closes_environments_and_evaluator(num_actors, error, tmp_path, monkeypatch):
     opened, init, close = [], Envs.__init__, Envs.close
-    monkeypatch.setattr(Envs, "__init__", lambda envs, *args: opened.append(envs) or init(envs, *args))
-    monkeypatch.setattr(Envs, "close", lambda envs, **kwargs: opened.remove(envs) or close(envs, **kwargs))
+    monkeypatch.setattr(Envs, "__init__", lambda envs, *a, **named: opened.append(envs) or init(envs, *a, **named))
+    monkeypatch.setattr(Envs, "close", lambda envs, **named: opened.remove(envs) or close(envs, **named))
 
     def fail(*args):
         assert len(opened) == max(1, num_actors) + 1
@@ -100,7 +100,7 @@ def test_what_a_preset_is_not_is_told(tmp_path, capsys):
 
 
 LIMITS = {  # settings: values within their limits, and outside
-    "num_envs total_timesteps num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
+    "num_envs frame_stack total_timesteps num_steps num_minibatches update_epochs clip_coef clip_coef_vf "
     "max_grad_norm target_kl feature_dim hidden_dim eval_episodes micro_batch_size keep_checkpoints e_policy e_value "
     "kl_penalty n_pi e_aux num_aux_rollouts num_aux_grad_accum batch_size queue_size log_interval": (
         [1, 1e-9], [0, -1]

@@ -13,29 +13,16 @@ from common.run import ROOT
 
 KERNELS = [f"tests/test_{name}.py" for name in ("accelerate", "kernels", "kernels_build", "gpu_kernels", "gpu")]
 LINES = re.compile(r"^ *(from common\.fast import accelerate|accelerate\(agent, .*\))\n", re.M)
-RUN = """
-import sys
-import {script} as script
-from common.checkpoint import load_agent
-
-sys.path.append("tests")
-from helpers import small_args
-
-sizes = {{"num_steps": 8, "n_pi": 2, "queue_size": 4, "num_envs": 2}}
-for env_id in ("CartPole-v1", "starpilot"):
-    evaluations = {{"eval_interval": 16, "eval_episodes": 2}}
-    args = small_args(script, sys.argv[1], sizes, env_id=env_id, total_timesteps=32, **evaluations)
-    _, settings, _ = load_agent(script.main(args))
-    assert settings.env_id == env_id
-assert not any(name.startswith("common.fast") for name in sys.modules)
-"""
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """A copy of the tree without the folder and these lines."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this tree is not a git repository")
     copy = tmp_path_factory.mktemp("tree")
-    for name in listed("ls-files"):
+    for name in listed.stdout.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("common/fast/", "benchmarks/results/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -48,32 +35,17 @@ def tree(tmp_path_factory) -> Path:
     return copy
 
 
-def listed(*words: str) -> list[str]:
-    found = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-    if "not a git repository" in found.stderr:
-        pytest.skip("this tree is not a git repository")
-    return found.stdout.splitlines()
+RUNS = [
+    "evaluation.py::test_an_evaluated_run_is_the_same_run",
+    "evaluate.py::test_figures_of_a_task_with_known_returns",
+]
+RUNS = [f"tests/test_{test}" for test in RUNS]
 
 
-def python(tree: Path, *words: str) -> None:
+@pytest.mark.parametrize("words", [["-m", "quick"], RUNS], ids=["quick", "runs"])
+def test_the_quick_tests_and_those_of_runs_and_their_agents_pass(words, tree):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    result = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_the_quick_tests_pass(tree):
     ignored = [f"--ignore={file}" for file in [*KERNELS, "tests/test_without_fast.py"]]
-    python(tree, "-m", "pytest", "-q", "-m", "quick", "-p", "no:cacheprovider", *ignored)
-
-
-@pytest.mark.parametrize("script", ["ppo", "ppg", "impala"])
-def test_runs_with_evaluations_and_their_agents(script, tree, tmp_path):
-    python(tree, "-c", RUN.format(script=script), str(tmp_path))
-
-
-def test_nothing_else_imports_the_folder():
-    """But the scripts, what loads an agent, and tests of the kernels."""
-    found = set(listed("grep", "-l", r"\(from\|import\) common[.]fast", "--", "*.py"))
-    others = found - {"ppo.py", "ppg.py", "impala.py", "tests/test_without_fast.py", *KERNELS}
-    (loader,) = [name for name in others if not name.startswith("common/fast/")]
-    assert loader.startswith("common/")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, *ignored]
+    result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
