@@ -14,7 +14,7 @@ import ppo
 from common.device import resolve_precision
 from common.learning import micro_batches
 from helpers import ALL, evaluate, parameters, small_args
-from test_losses import WORLD, run_update
+from test_losses import WORLD, run_update, silent
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
@@ -52,14 +52,14 @@ def learn(
     if script is impala:
         state = agent.initial_state(len(envs)).to(device, dtype)
         batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, state)
-        metrics = impala.update(agent, optimizer, batch, args, world)
+        metrics = impala.update(agent, optimizer, batch, args, silent(world))
     else:
         rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
         advantages = script.compute_gae(rollout, returns[0], 0.9, 0.9)
         metrics = run_update(script, agent, rollout, advantages, args, optimizer, world)
         if script is ppg:
             phase = SimpleNamespace(obs=observations(2, 8), returns=torch.stack([returns, -returns]), length=2)
-            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, str, world)
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, silent(world))
     change = parameters_to_vector(agent.parameters()).detach() - start
     return change, {tag: read(value) for tag, value in metrics.items()}
 

@@ -32,6 +32,11 @@ CPU = torch.device("cpu")
 WORLD = World(CPU)
 
 
+def silent(world: World) -> SimpleNamespace:
+    """What an update needs of a `Run`."""
+    return SimpleNamespace(world=world, show=lambda phase: None)
+
+
 def test_clipped_policy_loss():
     # ratio 1.5, advantage  1: min( 1.5,  1.2) =  1.2, clipped
     # ratio 0.5, advantage -1: min(-0.5, -0.8) = -0.8, clipped
@@ -100,7 +105,7 @@ def make_agent(script, space, args):
 def run_update(script, agent, rollout, advantages, args, optimizer, world=WORLD):
     """An update with the same optimizer for all passes."""
     optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, world)
+    return script.update(agent, *optimizers, with_advantages(rollout, advantages), args, silent(world))
 
 
 @pytest.mark.parametrize(("script", "passes", "steps"), [
@@ -154,7 +159,7 @@ def test_auxiliary_phase_follows_the_gradient_of_its_losses(space):
             parameter.data -= 0.3 * parameter.grad if parameter.grad is not None else 0
 
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.3)
-    metrics = ppg.auxiliary_phase(agent, optimizer, phase, args, str, WORLD)
+    metrics = ppg.auxiliary_phase(agent, optimizer, phase, args, silent(WORLD))
     for name, expected in twin.named_parameters():
         torch.testing.assert_close(agent.get_parameter(name), expected, rtol=1e-9, atol=1e-12, msg=name)
     means = torch.tensor(losses, dtype=torch.float64).mean(0).tolist()
@@ -173,7 +178,7 @@ def test_rollouts_in_memory_at_a_time(num_aux_rollouts, num_aux_grad_accum, step
     monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: sizes.append(len(obs)) or forward(obs))
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: made.append(None))
-    ppg.auxiliary_phase(agent, optimizer, random_phase(1, 3), args, str, WORLD)
+    ppg.auxiliary_phase(agent, optimizer, random_phase(1, 3), args, silent(WORLD))
     assert sizes == {1: [T, T, T], 2: [2 * T, T], 3: [3 * T]}[num_aux_rollouts] * args.e_aux
     assert len(made) == steps * args.e_aux
 
