@@ -156,8 +156,8 @@ def test_two_ranks_train_it(name, trained, tmp_path):
     if name == "level_replay":
         (run_dir,) = (tmp_path / "runs").iterdir()
         states = [state["levels"] for state in newest_checkpoint(run_dir)["ranks"]]
+        assert states[0]["seed"] != states[1]["seed"]  # each rank has a sampler of its own
         assert not same(states[0]["scores"], states[1]["scores"])
-        assert not same(states[0]["stamps"], states[1]["stamps"])
 
 
 def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(trained, tmp_path):
