@@ -1,4 +1,4 @@
-"""Five ideas that a researcher might have, as changes of the scripts; and what a process does that runs such a copy.
+"""Six ideas that a researcher might have, as changes of the scripts; and what a process does that runs such a copy.
 
 An idea is a `diff`, without line numbers: a hunk is whatever stands between two lines with @@. Its lines with a minus
 or none must be in the script, once, next to each other; the lines with a plus or none take their place.
