@@ -127,7 +127,7 @@ def test_protocols(mode, levels, steps):
         ({"extra": ("--env_id=maze",)}, "--env_id=maze cannot come after --"),
         ({"env_ids": ()}, "--env-ids is empty"),
         ({"seeds": 0}, "--seeds 0 cannot work"),
-        ({"protocol": "easy-200"}, "--num-levels is for Procgen: leave it out for CartPole-v1"),
+        ({"protocol": "easy-200"}, "leave them out for CartPole-v1 (--num-levels)"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
     ],
 )
