@@ -130,10 +130,10 @@ class ProcgenVectorEnv(VectorEnv):
             pointer = self.library._ffi.from_buffer(self.buffer)
         else:
             pointer = (ctypes.c_char * STATE_SIZE).from_buffer(self.buffer)
-        return bytes(self.buffer[: self.library.call_c_func("get_state", env, pointer, STATE_SIZE)])
+        return bytes(self.buffer[: self.library.call_c_func("get_state", int(env), pointer, STATE_SIZE)])
 
     def set_state(self, env: int, state: bytes) -> None:
-        self.library.call_c_func("set_state", env, state, len(state))
+        self.library.call_c_func("set_state", int(env), state, len(state))
 
     def state_dict(self) -> list[dict[str, torch.Tensor]]:
         """The state of each environment."""

@@ -19,6 +19,9 @@ from conftest import CountEnv, StillEnv
 from helpers import level_seeds, make_envs
 
 
+BOTH = all(importlib.util.find_spec(package) for package in ("procgen", "procgen_gym"))
+
+
 def procgen_envs(env_id, num_envs, seed=0, **settings):
     return make_envs(env_id, num_envs, seed=seed, **{"num_threads": 0} | settings)
 
@@ -83,7 +86,7 @@ def test_procgen_env_i_plays_game_i(games):
         alone.close()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("procgen_gym") is None, reason="needs procgen-mirror and procgen-gym")
+@pytest.mark.skipif(not BOTH, reason="needs procgen-mirror and procgen-gym")
 @pytest.mark.parametrize("game", [*PROCGEN_GAMES, "coinrun,maze"])
 def test_both_packages_of_procgen_play_the_same(game, monkeypatch):
     """Frames may differ by a little. A state of one goes on in the other."""
