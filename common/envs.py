@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
 
 from common import InputError, TrainingError
@@ -69,10 +70,9 @@ class FrameStack(VectorWrapper):
 
     def __init__(self, envs: VectorEnv, size: int):
         super().__init__(envs)
-        space, self.size = envs.single_observation_space, size
-        low, high = np.stack([space.low] * size), np.stack([space.high] * size)
-        self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, envs.num_envs)
+        self.size = size
+        self.single_observation_space = batch_space(envs.single_observation_space, size)
+        self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         obs, infos = self.env.reset(seed=seed, options=options)
@@ -129,7 +129,7 @@ class Envs(RecordEpisodeStatistics):
         if self.stacks:
             size, height, width, channels = space.shape
             self.single_observation_space = gym.spaces.Box(0, 255, (height, width, size * channels), np.uint8)
-            self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, envs.num_envs)
+            self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
         self.pinned = pinned and isinstance(space, gym.spaces.Box)
         self.obs = None
 
@@ -165,12 +165,13 @@ class Envs(RecordEpisodeStatistics):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
         obs, rewards, terminations, truncations, infos = super().step(actions)
-        last_obs = infos["final_obs"][infos["_final_obs"]] if "final_obs" in infos else ()
-        for name, values in {"an observation": [obs], "a reward": [rewards], "a last observation": last_obs}.items():
-            if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in values):
-                raise TrainingError(f"{name} of the environments is NaN or infinite")
+        checked = [("an observation", obs), ("a reward", rewards)]
         for env in np.flatnonzero(infos.get("_final_obs", ())):
             infos["final_obs"][env] = self.merge(infos["final_obs"][env])
+            checked.append(("a last observation", infos["final_obs"][env]))
+        for name, values in checked:
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                raise TrainingError(f"{name} of the environments is NaN or infinite")
         return self.keep(self.merge(obs)), rewards, terminations, truncations, infos
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -230,38 +231,32 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
     games, mode = args.env_id.split(","), f"--distribution-mode {args.distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
+    if not set(games) <= set(PROCGEN_GAMES):
+        if len(games) > 1:
+            raise unknown_env(args.env_id)
+        names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
+        other = ", ".join(flag(name) for name in names if getattr(args, name) != getattr(EnvArgs, name))
+        if other:
+            raise InputError(f"Flags are for Procgen: leave them out for {args.env_id} ({other}).")
+        return
     known, fixed = PROCGEN_MODES[args.distribution_mode], args.distribution_mode == "exploration"
     lacking = ", ".join(game for game in games if game not in known)
-    gymnasium = not set(games) <= set(PROCGEN_GAMES)
-    if gymnasium and len(games) > 1:
-        raise unknown_env(args.env_id)
-    shared = f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}."
-    wrong = {shared: num_envs % len(games)}
-    if gymnasium:
-        plain = EnvArgs(num_levels=0)
-        names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
-        other = ", ".join(flag(name) for name in names if getattr(args, name) != getattr(plain, name))
-        wrong[f"Flags are for Procgen: leave them out for {args.env_id} ({other})."] = other
-    else:
-        last = args.start_level + args.num_levels
-        wrong |= {
-            f"{lacking} has no {args.distribution_mode} mode: {mode} works with {', '.join(known)}.": lacking,
-            f"{mode} plays a single game: choose one of {', '.join(games)}.": fixed and len(games) > 1,
-            f"{mode} is one fixed level: leave {levels} and {start} out.": fixed and last,
-            f"--num-envs {num_envs} takes {num_envs / 1000:.0f} GB: lower it.": num_envs * 1e6 > HOST_MEMORY,
-            f"--num-threads {args.num_threads} is out of range: use 0 to 1024.": not 0
-            <= (args.num_threads or 0)
-            <= 1024,
-            "--use-generated-assets has no backgrounds: add --no-use-backgrounds.": (
-                args.use_generated_assets and args.use_backgrounds
-            ),
-            f"{start} and {levels} are too large: their sum must stay below 2**31.": last >= 2**31,
-            f"{start} has no effect while the levels are unlimited: set {levels}, too.": (
-                args.start_level and not args.num_levels
-            ),
-        }
-    for message, holds in wrong.items():
-        if holds:
+    last, no_limit = args.start_level + args.num_levels, args.start_level and not args.num_levels
+    black = args.use_generated_assets and args.use_backgrounds
+    for wrong, message in [
+        (
+            num_envs % len(games),
+            f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}.",
+        ),
+        (lacking, f"{lacking} has no {args.distribution_mode} mode: {mode} works with {', '.join(known)}."),
+        (fixed and len(games) > 1, f"{mode} plays a single game: choose one of {', '.join(games)}."),
+        (fixed and last, f"{mode} is one fixed level: leave {levels} and {start} out."),
+        (num_envs * 1e6 > HOST_MEMORY, f"--num-envs {num_envs} takes {num_envs / 1000:.0f} GB: lower it."),
+        (black, "--use-generated-assets has no backgrounds: add --no-use-backgrounds."),
+        (last >= 2**31, f"{start} and {levels} are too large: their sum must stay below 2**31."),
+        (no_limit, f"{start} has no effect while the levels are unlimited: set {levels}, too."),
+    ]:
+        if wrong:
             raise InputError(message)
 
 

@@ -29,6 +29,7 @@ Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < mat
 NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 InitFn = Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"]
+Threads = Annotated[int, Limits("a number from 0 to 1024", lambda value: 0 <= value <= 1024)]
 Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
 
 
@@ -64,7 +65,7 @@ class EnvArgs(ProcgenArgs):
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: NotNegative[int] = 0
     """first Procgen level to train on (needs --num-levels)"""
-    num_threads: int | None = None
+    num_threads: Threads | None = None
     """C++ threads that step Procgen's environments (IMPALA: of each actor); None: one a core, at most 8"""
     num_envs: Positive[int] = 64
     """number of environments, of each rank (N); IMPALA's actors share them evenly"""

@@ -18,7 +18,6 @@ from common.settings import ProcgenArgs
 from conftest import CountEnv, StillEnv
 from helpers import level_seeds, make_envs
 
-
 BOTH = all(importlib.util.find_spec(package) for package in ("procgen", "procgen_gym"))
 
 
