@@ -74,6 +74,8 @@ class Session:
         self.exits.callback(envs.close)
         first = number * num_envs
         envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
+        if len(envs.single_observation_space.shape or ()) == 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # MLPs gain nothing from a second one, and wait for it on a busy machine
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
         if batch > HOST_MEMORY:  # Linux would grant it, and kill the process when it is filled
             raise InputError(f"the observations of a batch take {batch / 1e9:,.0f} GB: lower --num-steps.")

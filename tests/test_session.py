@@ -8,6 +8,7 @@ import re
 from typing import Literal, get_origin, get_type_hints
 
 import pytest
+import torch
 
 import impala
 import ppg
@@ -15,6 +16,7 @@ import ppo
 from common import InputError, settings
 from common.envs import Envs
 from common.run import command
+from common.session import Session
 from common.settings import parse, preset_args
 from helpers import ALL, small_args
 
@@ -41,6 +43,23 @@ def test_an_error_closes_environments_and_evaluator(num_actors, error, tmp_path,
     with pytest.raises(error, match="in mid-run"):
         impala.main(args)
     assert not opened
+
+
+@pytest.mark.parametrize(
+    ("env_id", "chosen", "expected"), [("CartPole-v1", None, 1), ("CartPole-v1", "2", 2), ("maze", None, 2)]
+)
+def test_vectors_need_one_thread(env_id, chosen, expected, tmp_path, monkeypatch):
+    """Unless the user says otherwise."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with Session(make_args(ppo, tmp_path, env_id=env_id), "ppo.py", ppo.make_envs) as session:
+        session.make_envs()
+        found = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == expected
 
 
 @ALL
