@@ -156,6 +156,7 @@ CASES = [(script, "update", calls, {}) for script in SCRIPTS for calls in (1, 3,
 CASES += [(script, "update", 8, PUSH) for script in (ppo, ppg)] + [(impala, "update", 8, PUSH | {"use_lstm": True})]
 CASES += [
     (ppg, "policy_kl", 20, {}),  # in the auxiliary phase
+    (ppg, "update", 3, {"env_id": "bossfight", "frame_stack": 2}),
     (ppo, "update", 4, {"intrinsic_reward": "rnd"} | SHORT),
     (ppg, "update", 4, {"intrinsic_reward": "icm"} | SHORT),
     (ppo, "update", 5, {"env_id": "leaper", "eval_interval": 100, "eval_episodes": 2, "total_timesteps": 6 * 32}),
