@@ -31,15 +31,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
-    """Copy one run's curve to a folder of `results`; return the CSV written.
-
-    Raises InputError for a run that is not to be collected unfinished, or that differs in settings from seeds there.
-    """
+    """Copy one run's curve to a folder of `results`; return the CSV written. Raises InputError for a run that is not to
+    be collected unfinished, or that differs in settings from seeds there."""
     args, meta, curve = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
-        raise InputError(
-            f"{run_dir} has made {meta['stopped_at']} of {args['total_timesteps']} steps: let it end first"
-        )
+        steps = f"{meta['stopped_at']} of {args['total_timesteps']} steps"
+        raise InputError(f"{run_dir} has made {steps}: let it end first")
     levels = args["num_levels"] or "all"
     algorithm, game = (re.sub(r"/|^\.*$", "-", args[name]) for name in ("exp_name", "env_id"))  # names of folders
     folder = results / f"{args['distribution_mode']}-{levels}" / algorithm / game

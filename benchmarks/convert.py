@@ -43,10 +43,8 @@ class Args:
 
 
 def from_events(source: Path, every: int) -> list[dict[str, str]]:
-    """The rows of a CSV from the episodes in the event files of folder `source`.
-
-    Seconds are counted from the first event. The last row may be of fewer steps. Raises InputError for no episodes.
-    """
+    """The rows of a CSV from the episodes in the event files of folder `source`. Seconds are counted from the first
+    event. The last row may be of fewer steps. Raises InputError for no episodes."""
     events = EventAccumulator(str(source), size_guidance={"scalars": 0})  # by default it drops most of them
     events.Reload()
     if EPISODE not in events.Tags()["scalars"]:

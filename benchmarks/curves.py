@@ -97,10 +97,8 @@ def read_reference(name: str) -> dict[str, Reference]:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Of the means, with its 95 % t-interval: difference, low, high. Three runs in all at least.
-
-    Both sides are taken to vary alike, so a single run has an interval, too.
-    """
+    """Of the means, with its 95 % t-interval: difference, low, high. Three runs in all at least. Both sides are taken
+    to vary alike, so a single run has an interval, too."""
     low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
     return mean(ours) - mean(theirs), float(low), float(high)
 
@@ -117,10 +115,8 @@ def mean_over_games(games: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def interquartile_mean(games: Sequence[np.ndarray]) -> np.ndarray:
-    """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264).
-
-    Of n runs the int(n / 4) lowest and as many highest are left out. NaN for fewer than four, where that is none.
-    """
+    """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264): of n runs the
+    int(n / 4) lowest and as many highest are left out. NaN for fewer than four, where that is none."""
     runs = np.concatenate(games, axis=-1)
     return stats.trim_mean(runs, 0.25, axis=-1) if runs.shape[-1] >= 4 else np.full(runs.shape[:-1], np.nan)
 

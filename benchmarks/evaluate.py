@@ -19,6 +19,7 @@ import importlib.util
 import io
 import itertools
 import math
+import re
 import sys
 import warnings
 from collections import defaultdict
@@ -103,11 +104,8 @@ def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
         return *words[text], []
     levels = set()
     for part in text.split(","):
-        try:
-            bounds = [int(bound) for bound in part.split("-")]
-        except ValueError:
-            bounds = []
-        if len(bounds) not in (1, 2) or not bounds[0] <= bounds[-1] < min(bounds[0] + MOST_LEVELS, LAST_LEVEL):
+        bounds = [int(bound) for bound in part.split("-")] if re.fullmatch(r"\d+(-\d+)?", part) else []
+        if not bounds or not bounds[0] <= bounds[-1] < min(bounds[0] + MOST_LEVELS, LAST_LEVEL):
             known = f"all, unseen, train, numbers below {LAST_LEVEL} or ranges of at most {MOST_LEVELS}: 3,17,100-120"
             raise InputError(f"--levels {part} cannot work: use {known}.")
         levels.update(range(bounds[0], bounds[-1] + 1))

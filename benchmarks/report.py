@@ -292,11 +292,8 @@ def gap_table(protocol: Protocol) -> list[str]:
             for mark, steps in MARKS.items():
                 window = protocol.window(steps)
                 middles = {seed: evaluated.at(steps - window / 2) for seed, evaluated in evaluations.items()}
-                scores = [
-                    (curves.score(runs[seed], steps, window), *held_out)
-                    for seed, held_out in middles.items()
-                    if held_out and runs[seed].steps[-1] >= steps
-                ]
+                reached = [seed for seed, held_out in middles.items() if held_out and runs[seed].steps[-1] >= steps]
+                scores = [(curves.score(runs[seed], steps, window), *middles[seed]) for seed in reached]
                 if not scores:
                     continue
                 gaps = [trained - held_out for trained, held_out, _ in scores]
@@ -307,9 +304,8 @@ def gap_table(protocol: Protocol) -> list[str]:
                 if game in test and train[game].scores(steps):
                     both = [mean(curve[game].scores(steps)) for curve in (train, test)]
                     published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
-                rows.append(
-                    [f"{readme.label(algorithm)} {game}", mark, mine, others, f"{mean(gaps):.2f}", low_high, *published]
-                )
+                run = f"{readme.label(algorithm)} {game}"
+                rows.append([run, mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
     return readme.markdown(columns, rows)
 
 

@@ -140,10 +140,8 @@ class Job:
 
 
 def make_jobs(args: Args) -> list[Job]:
-    """A job for each seed, game and algorithm, in this order, so that one seed of all is there first.
-
-    Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message.
-    """
+    """A job for each seed, game and algorithm, in this order, so that one seed of all is there first. Raises InputError
+    for settings that cannot work; for a flag that no script has, tyro exits with a message."""
     check_limits(args)
     algorithms = [*args.algorithms, *(os.path.relpath(path, ROOT).removesuffix(".py") for path in args.scripts)]
     algorithms = algorithms or ["ppo", "ppg", "impala"]
@@ -269,9 +267,7 @@ def places(args: Args) -> list[str]:
 
 def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
     """Lock a job that still waits, until the file returned is closed; None, and another state, where it does not.
-
-    Another process like this one may have started or finished it meanwhile.
-    """
+    Another process like this one may have started or finished it meanwhile."""
     file = log.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -88,11 +88,9 @@ class Args:
 
 
 def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
-    """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more.
-
-    Each iteration of PPG ends with an auxiliary phase, or if its rollouts do not fill a batch of it, each few: a step
-    costs what it does in a full phase.
-    """
+    """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more. Each
+    iteration of PPG ends with an auxiliary phase, or if its rollouts do not fill a batch of it, each few: a step costs
+    what it does in a full phase."""
     shorter = num_steps / args.num_steps
     args.num_minibatches = max(1, round(args.num_minibatches * shorter))
     iteration = num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
@@ -110,11 +108,7 @@ def make_plain(script: Any, args: Any, configuration: str) -> None:
     fast = sys.modules[script.accelerate.__module__]
     script.accelerate = lambda agent, mode: None if configuration == "plain" else fast.keep_freed_memory()
     if not configuration.endswith("permuted"):
-
-        def forward(self, frames):
-            return self.layers((frames.permute(0, 3, 1, 2).float() / 255).contiguous())
-
-        script.ImpalaCNN.forward = forward
+        script.ImpalaCNN.forward = lambda cnn, x: cnn.layers((x.permute(0, 3, 1, 2).float() / 255).contiguous())
 
 
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -186,10 +180,8 @@ def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = No
 
 
 def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any) -> None:
-    """Put clocks around a script's functions, and a mark at the end of each iteration. Changes modules of this process.
-
-    A mark has the step, the time, and the seconds of the clocks so far.
-    """
+    """Put clocks around a script's functions, and a mark at the end of each iteration: the step, the time, and the
+    seconds of the clocks so far. Changes modules of this process."""
     make_envs, log = session.Envs, Run.log
 
     def make_timed_envs(*args, **kwargs):
@@ -259,9 +251,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """The peak memory of one script at its default sizes, in GB: of one iteration, or for PPG of one phase (minutes).
-
-    For a process of its own.
-    """
+    For a process of its own."""
     script, args, device = configure(job)
     args.total_timesteps = args.iteration_steps * getattr(args, "n_pi", 1)
     if job["algorithm"] == "ppg":
