@@ -179,8 +179,8 @@ class Run:
             if len(self.games) > 1:
                 game = self.games[episode.env % len(self.games)]
                 scalars[f"charts/episodic_return/{game}"] = episode.episodic_return
-            level = episode.level_seed, episode.level_complete and int(episode.level_complete)
-            self.write(step, scalars, {"episodes.csv": [(*episode[:3], *level)]})
+            complete = None if episode.level_complete is None else int(episode.level_complete)
+            self.write(step, scalars, {"episodes.csv": [(*episode[:4], complete)]})
             self.recent.append(episode.episodic_return)
             self.new_returns.append(episode.episodic_return)
             self.num_episodes += 1

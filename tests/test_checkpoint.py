@@ -439,6 +439,7 @@ def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):
     episodes = read_csv(path / "episodes.csv")
     assert episodes[0]["level_seed"] == ""
     assert episodes[-1]["level_seed"].isdigit()
+    assert episodes[-1]["level_complete"] in ("0", "1")
 
 
 @pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
