@@ -117,7 +117,7 @@ class ReplayedPhase:
 
     def __init__(self, phase: Any, envs: Envs):
         self.phase, self.envs = phase, envs
-        self.save_obs = not envs.replayable
+        self.save_obs = False
 
     def state_dict(self) -> dict[str, Any]:
         self.save_obs = self.save_obs or not self.envs.replayable  # for good, as a phase may have begun replayable

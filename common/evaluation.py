@@ -70,14 +70,9 @@ def summaries(played: list[list[Episode]], games: list[str], mode: str) -> dict[
             "standard_error": returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else math.nan,
             "episodic_length": np.mean([episode.length for episode in episodes]),
             "normalized_return": normalized(returns.mean(), game, mode),
-            "level_complete": share_complete(episodes),
+            "level_complete": np.mean(np.array([episode.level_complete for episode in episodes], float)),  # None: NaN
         }
     return found
-
-
-def share_complete(episodes: list[Episode]) -> float:
-    """The share of Procgen episodes that solved their levels; NaN for other environments."""
-    return np.mean([math.nan if each.level_complete is None else each.level_complete for each in episodes])
 
 
 def held_out_settings(args: Any) -> Any:

@@ -93,7 +93,6 @@ class Session:
         """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
         are further objects with a `state_dict`, or None."""
         args, world, resumed = self.args, self.world, self.resumed
-        self.agent = agent
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device, self.make_vector_env)
@@ -124,7 +123,7 @@ class Session:
         if interval and (step % interval < self.iteration_steps or step >= self.total_steps):
             self.run.flush()
             if self.world.rank == 0 and self.evaluator(step, self.run):
-                self.checkpoints.write_model("best.pt", step, self.agent.state_dict())
+                self.checkpoints.write_model("best.pt", step, self.evaluator.agent.state_dict())
             self.world.broadcast(None)  # the other ranks wait
 
     def __enter__(self) -> "Session":

@@ -115,15 +115,8 @@ def test_tensorboard_has_the_tags_of_cleanrl(finished):
 
 def test_every_episode_is_in_csv_and_tensorboard(finished):
     episodes, scalars = read_csv(finished.path / "episodes.csv"), read_scalars(finished.path)
-    assert list(episodes[0]) == [
-        "step",
-        "seconds",
-        "env",
-        "episodic_return",
-        "episodic_length",
-        "level_seed",
-        "level_complete",
-    ]
+    columns = "step seconds env episodic_return episodic_length level_seed level_complete"
+    assert list(episodes[0]) == columns.split()
     assert len(episodes) > 10
     for column in ("episodic_return", "episodic_length"):
         assert scalars[f"charts/{column}"] == [(int(row["step"]), float(row[column])) for row in episodes]
