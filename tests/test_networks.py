@@ -53,16 +53,23 @@ def test_the_files_of_common_lie_in_layers():
         assert not re.search(r"^\s*(from|import) (ppo|ppg|impala)\b", source, re.M), name
 
 
-def test_sizes():
-    def length(*paths):
-        return sum(len(path.read_text().splitlines()) for path in paths)
+def length(*paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
 
+
+def test_sizes():
     for script, lines, lines_of_main in ((ppo, 450, 60), (ppg, 600, 70), (impala, 680, 75)):
         assert length(Path(script.__file__)) <= lines
         assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
     assert len(list(COMMON.glob("*.py"))) <= 14
-    assert length(*COMMON.glob("*.py")) <= 2544  # and should be 2000
-    assert length(*COMMON.rglob("*.py")) <= 3475  # with common/fast/
+    assert length(*COMMON.glob("*.py")) <= 2536  # the bounds are below: until they hold, it may not grow
+    assert length(*COMMON.rglob("*.py")) <= 3467
+
+
+@pytest.mark.xfail(strict=True, reason="levels, a second Procgen package, stacks of frames and progress exceed it")
+def test_common_is_within_its_bounds():
+    assert length(*COMMON.glob("*.py")) <= 2246  # and should be 2000
+    assert length(*COMMON.rglob("*.py")) <= 3177  # with common/fast/
 
 
 # ------------------------------------------------------------------------------------------------------------ networks
