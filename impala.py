@@ -34,7 +34,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -174,7 +174,7 @@ class ImpalaCNN(nn.Module):
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
         height, width, channels = observation_shape
-        self.channels_first = height < channels  # as FrameStackObservation stacks frames
+        self.channels_first = height < min(width, channels)  # as FrameStackObservation stacks frames
         if self.channels_first:
             channels, height, width = observation_shape
         layers = []
@@ -298,7 +298,7 @@ class Experience(NamedTuple):
 
 @torch.no_grad()
 def act(
-    envs: Envs, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event
+    envs: Envs, first_env: int, published: list, ends: dict[int, dict], args: Args, stop: Event, run: Run
 ) -> Iterator[Experience | None]:
     """Set up and yield None. Then, until `stop`, play T steps of n environments with the newest policy, and yield each.
 
@@ -331,6 +331,8 @@ def act(
         for t in range(num_steps):
             if stop.is_set():
                 return
+            if not args.num_actors:
+                run.show("collecting")
             frames[t] = obs
             action, logprob, state = agent.get_action(obs, state)
             actions.append(action)
@@ -379,8 +381,7 @@ class ActorThreads:
     def run(self, actor: Iterator[Experience]) -> None:
         """Act until `stop`. On a GPU, a stream of its own lets an actor act while an update is computed."""
         try:
-            on_gpu = self.device.type == "cuda"
-            with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)) if on_gpu else nullcontext():
+            with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None):
                 for experience in actor:
                     self.queue.put(experience)
         except BaseException as error:
@@ -626,7 +627,7 @@ def main(args: Args) -> Path:
         stop = Event()
         actors = []
         for number, envs in enumerate(actor_envs):
-            actors.append(act(envs, number * envs_per_actor, published, progress.ends, args, stop))
+            actors.append(act(envs, number * envs_per_actor, published, progress.ends, args, stop, run))
             next(actors[-1])  # sets it up
         if args.num_actors:
             if device.type == "cuda":

@@ -162,7 +162,7 @@ class ImpalaCNN(nn.Module):
     def __init__(self, observation_shape: tuple[int, ...], feature_dim: int, init_fn: str):
         super().__init__()
         height, width, channels = observation_shape
-        self.channels_first = height < channels  # as FrameStackObservation stacks frames
+        self.channels_first = height < min(width, channels)  # as FrameStackObservation stacks frames
         if self.channels_first:
             channels, height, width = observation_shape
         layers = []

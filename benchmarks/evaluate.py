@@ -21,6 +21,7 @@ import itertools
 import math
 import re
 import sys
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -34,8 +35,6 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from rich.console import Console
-from rich.progress import Progress
 from scipy import stats
 from torch import Tensor, nn
 
@@ -51,6 +50,7 @@ from common.session import one_line_errors
 from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits
 
 MOST_LEVELS = 1_000_000  # of a range
+PROGRESS_SECONDS = 10  # between lines of progress
 FIGURES = {
     "mean": "episodic_return", "standard error": "standard_error", "normalised mean": "normalized_return",
     "mean length": "episodic_length", "share of levels solved": "level_complete",
@@ -90,8 +90,12 @@ class Args:
     """columns and rows of the video: environments that it shows, each with its first episode"""
     video_seconds: Positive[float] = 20.0
     """length of the video, at most"""
-    video_size: Positive[int] = 512
-    """pixels of an environment in the video: Procgen draws 512"""
+    video_size: Positive[int] | None = None
+    """pixels of an environment in the video, of which Procgen draws 512; None: 512, or 128 in a GIF"""
+
+    @property
+    def tile_size(self) -> int:
+        return self.video_size or (128 if self.video.suffix == ".gif" else 512)
 
 
 def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
@@ -143,20 +147,27 @@ class Task:
         if agent is not None and one_level:
             self.trained = range(run.start_level, run.start_level + run.num_levels or LAST_LEVEL)
 
-    def play(self, levels: list[int], num_envs: int, quota: int, on_step: Callable, render: bool = False) -> list:
+    def play(
+        self, levels: list[int], num_envs: int, quota: int, on_step: Callable = lambda envs: None, render: bool = False
+    ) -> list:
         """The first `quota` episodes of each environment; or those on `levels`, which the environments of a game share.
-        At the start and after each step, `on_step` gets the environments and the number of finished episodes."""
+        At the start and after each step, `on_step` gets the environments."""
         envs = Envs(self.make_envs(self.settings, num_envs, self.seed, render))
         held_out, games = HeldOut(envs, self.seed, self.device), len(self.games)
         agent = self.agent or RandomPolicy(envs.unwrapped.action_space, self.seed)
         shares = [levels[env // games :: num_envs // games] or levels for env in range(num_envs)]
         queues = [itertools.cycle(share) for share in shares]
 
+        shown = [time.monotonic()]
+
         def after_step(finished: int) -> None:
+            if time.monotonic() - shown[-1] > PROGRESS_SECONDS:
+                shown.append(time.monotonic())
+                print(f"{finished}/{num_envs * quota} episodes", file=sys.stderr)
             begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
             for env in begun:
                 envs.set_next_level(env, next(queues[env]))
-            on_step(envs, finished)
+            on_step(envs)
 
         if levels:
             envs.reset(options={"levels": [next(queue) for queue in queues]})
@@ -183,10 +194,10 @@ def film(args: Args, task: Task) -> None:
     content, gif = io.BytesIO(), []
     mp4 = open_video(content, task.fps) if args.video.suffix == ".mp4" else None
 
-    def on_step(envs: Envs, finished: int) -> None:
+    def on_step(envs: Envs) -> None:
         if next(frames_left, None) is None:
             return
-        picture = tile(envs.render(), columns, args.video_size)
+        picture = tile(envs.render(), columns, args.tile_size)
         if mp4 is None:
             gif.append(Image.fromarray(picture).quantize(64))
         else:
@@ -275,12 +286,12 @@ def check(args: Args) -> None:
     if args.video.suffix not in (".mp4", ".gif"):
         raise InputError(f"--video {args.video} cannot be written: use a name that ends in .mp4 or .gif.")
     if args.video.suffix == ".mp4":
-        if any(count * args.video_size % 2 for count in args.video_grid):  # H.264 stores colours at half the size
+        if any(count * args.tile_size % 2 for count in args.video_grid):  # H.264 stores colours at half the size
             raise InputError(f"--video-size {args.video_size} cannot work for {args.video}: use an even number.")
         if importlib.util.find_spec("av") is None:
             raise InputError(f"--video {args.video} needs an encoder: pip install av, or use a name that ends in .gif.")
     largest = 16_384 // max(args.video_grid)  # H.264 ends at 16,384 pixels
-    if args.video_size > largest:
+    if args.tile_size > largest:
         raise InputError(f"--video-size {args.video_size} is too large for this --video-grid: use at most {largest}.")
 
 
@@ -314,9 +325,7 @@ def evaluate(args: Args, task: Task, rows: list[dict[str, Any]]) -> dict[str, fl
     num_envs, quota = share_episodes(episodes, args.num_envs, task.games)
     what = f"{args.source or 'random policy'}: {task.settings.env_id}, {task.mode}, levels {args.levels}"
     print(f"{what}, {episodes if levels else num_envs * quota} episodes", flush=True)
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        number = bar.add_task("episodes", total=num_envs * quota)
-        played = task.play(levels, num_envs, quota, lambda _, finished: bar.update(number, completed=finished))
+    played = task.play(levels, num_envs, quota)
     figures = {}
     for number, (game, summary) in enumerate(summaries(played, task.games, task.mode).items()):
         episodes = [episode for each in played[number :: len(task.games)] for episode in each]

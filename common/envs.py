@@ -3,6 +3,7 @@ episode has ended, the observation already belongs to the next one, and the rewa
 
 import difflib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -16,17 +17,19 @@ from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
 
 from common import InputError, TrainingError
-from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
+from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv, is_procgen
 from common.settings import HOST_MEMORY, EnvArgs, ProcgenArgs, flag
+
+VIDEO_HEIGHT = 256  # pixels: smaller frames are enlarged
 
 
 def make_vec(args: EnvArgs, num_envs: int, seed: int, render: bool = False) -> VectorEnv:
     """Make `num_envs` copies of what `--env-id` names: a Procgen game, several ("coinrun,maze") or a Gymnasium task.
 
-    `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. With `render` they can be drawn.
-    Raises InputError as `check_envs`, and for a task that cannot be made."""
+    `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. With `render` these can be drawn, and
+    Procgen draws 512x512 pixels. Raises InputError as `check_envs`, and for a task that cannot be made."""
     check_envs(args, num_envs)
-    if set(args.env_id.split(",")) <= set(PROCGEN_GAMES):
+    if is_procgen(args.env_id):
         envs = ProcgenVectorEnv(args, num_envs, seed, render)
     else:
         envs = make_gymnasium(args.env_id, num_envs, render)
@@ -159,19 +162,19 @@ class Envs(RecordEpisodeStatistics):
         return self.obs
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Raises TrainingError, as `step` does, for an observation that is NaN or infinite."""
         obs, infos = super().reset(seed=seed, options=options)
+        check_finite("an observation", obs)
         return self.keep(self.merge(obs)), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Raises TrainingError for an observation or a reward that is NaN or infinite."""
         obs, rewards, terminations, truncations, infos = super().step(actions)
-        checked = [("an observation", obs), ("a reward", rewards)]
+        check_finite("an observation", obs)
+        check_finite("a reward", rewards)
         for env in np.flatnonzero(infos.get("_final_obs", ())):
             infos["final_obs"][env] = self.merge(infos["final_obs"][env])
-            checked.append(("a last observation", infos["final_obs"][env]))
-        for name, values in checked:
-            if values.dtype.kind == "f" and not np.isfinite(values).all():
-                raise TrainingError(f"{name} of the environments is NaN or infinite")
+            check_finite("a last observation", infos["final_obs"][env])
         return self.keep(self.merge(obs)), rewards, terminations, truncations, infos
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -197,6 +200,11 @@ class Envs(RecordEpisodeStatistics):
         self.keep(np.stack([state["obs"].numpy() for state in states]))
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise TrainingError(f"{name} of the environments is NaN or infinite")
 
 
 def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
@@ -231,7 +239,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
     games, mode = args.env_id.split(","), f"--distribution-mode {args.distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
-    if not set(games) <= set(PROCGEN_GAMES):
+    if not is_procgen(args.env_id):
         if len(games) > 1:
             raise unknown_env(args.env_id)
         names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
@@ -268,17 +276,25 @@ def open_video(file: Path | IO, fps: float) -> Any:
 
 
 class RecordFirstEnv(VectorWrapper):
-    """Write videos of environment 0 into `folder`, once that is set: episodes 0, 1, 8, 27, ... and every thousandth."""
+    """Write videos of environment 0 into `folder`, once that is set: episodes 0, 1, 8, 27, ... and every thousandth.
+    `on_video` is called with the path of each. A thread encodes, as a Ctrl-C within PyAV would spoil the file."""
 
-    folder, episode, file = None, 0, None
+    def __init__(self, envs: VectorEnv):
+        super().__init__(envs)
+        self.folder, self.on_video = None, lambda path: None
+        self.episode, self.path = 0, None
+        self.encoder = ThreadPoolExecutor(1)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode  # the schedule of Gymnasium's RecordVideo
         if self.folder is not None and (cubic if self.episode < 1000 else self.episode % 1000 == 0):
-            if self.file is None:
+            if self.path is None:
                 self.folder.mkdir(exist_ok=True)
-                self.file = open_video(self.folder / f"episode-{self.episode}.mp4", self.metadata.get("render_fps", 30))
-            self.file.write_frame(self.env.render()[0])
+                self.path = self.folder / f"episode-{self.episode}.mp4"
+                self.file = open_video(self.path, self.metadata.get("render_fps", 30))
+            frame = self.env.render()[0]
+            scale = max(1, VIDEO_HEIGHT // len(frame))
+            self.encoder.submit(self.file.write_frame, frame.repeat(scale, 0).repeat(scale, 1)).result()
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         if terminations[0] or truncations[0]:
             self.finish_video()
@@ -292,9 +308,10 @@ class RecordFirstEnv(VectorWrapper):
         self.episode = states[0].get("episode", 0)  # 0: the run was not filmed before
 
     def finish_video(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        if self.path is not None:
+            self.encoder.submit(self.file.close).result()
+            self.on_video(self.path)
+            self.path = None
 
     def close(self, **kwargs: Any) -> None:
         self.finish_video()

@@ -43,6 +43,11 @@ C_FUNCTIONS = ["int get_state(libenv_env *, int, char *, int);", "void set_state
 PACKAGE = "procgen" if importlib.util.find_spec("procgen") else "procgen_gym"
 
 
+def is_procgen(env_id: str) -> bool:
+    """Whether `--env-id` names a Procgen game, or several."""
+    return set(env_id.split(",")) <= set(PROCGEN_GAMES)
+
+
 class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
     The last frame of an episode is not reported. Environment i plays game i modulo their number. `seed` is that of the
@@ -120,9 +125,9 @@ class ProcgenVectorEnv(VectorEnv):
         return frames, rewards, first, np.zeros_like(first), infos
 
     def render(self) -> list[np.ndarray]:
-        """The current frame of each environment, uint8 [512, 512, 3]."""
-        self.library.observe()
-        return list(self.infos["rgb"].copy())
+        """The current frame of each environment, uint8 [64, 64, 3], or [512, 512, 3] if they were made to `render`."""
+        frames, *_ = self.observe()
+        return list(self.infos["rgb"].copy() if self.render_mode else frames.copy())
 
     def get_state(self, env: int) -> bytes:
         """The whole state of environment number `env`."""

@@ -125,6 +125,13 @@ class Run:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
 
+    def upload_video(self, path: Path) -> None:
+        """Show a video in Weights & Biases, if the run is tracked there."""
+        if self.wandb_run is not None:
+            import wandb
+
+            self.wandb_run.log({"videos": wandb.Video(str(path))})
+
     def cut_log(self, file: Path, header: str) -> None:
         """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short. A log
         of an older version gets the columns that it lacks, without values."""
@@ -254,6 +261,7 @@ class Run:
                 each.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
+            self.wandb_run = None
         self.lock.close()
         if error is None or isinstance(error, KeyboardInterrupt):
             seconds = time.monotonic() - self.start

@@ -23,6 +23,7 @@ from common.device import resolve_device, resolve_precision, setup_device
 from common.envs import Envs, spread_seed
 from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
+from common.procgen_env import is_procgen
 from common.run import ROOT, Run
 from common.settings import HOST_MEMORY, differs_from_preset, parse
 from common.world import World
@@ -68,7 +69,8 @@ class Session:
         """Make and reset `num_envs` environments (None: all) of actor `number`."""
         args, num_envs = self.args, num_envs or self.args.num_envs
         video = args.capture_video and number == 0
-        envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), video)
+        render = video and not is_procgen(args.env_id)  # whose observations are filmed: it would draw all in 512x512
+        envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
         envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
         self.envs.append(envs)
         self.exits.callback(envs.close)
@@ -110,7 +112,8 @@ class Session:
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
         self.save = self.checkpoints.save
         if args.capture_video:
-            self.envs[0].video.folder = run.path / "videos"
+            video = self.envs[0].video
+            video.folder, video.on_video = run.path / "videos", run.upload_video
         if resumed:
             load_parts({"random": RandomStates()}, resumed, world.rank)
         else:

@@ -157,7 +157,7 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     wandb_entity: str | None = None
     """team in Weights & Biases"""
     capture_video: bool = False
-    """write videos of environment 0 into the run folder (slower: Procgen then also draws 512x512 frames)"""
+    """write videos of environment 0 into the run folder"""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name: the settings of a preset that are not the defaults
 

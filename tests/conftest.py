@@ -124,9 +124,14 @@ class CrashEnv(CountEnv):
 
 
 class SpoiltEnv(CountEnv):
-    """Gives a bad observation or reward in its 25th step, or a bad last observation in its 30th."""
+    """Gives a bad first observation, observation or reward in its 25th step, or last observation in its 30th."""
 
     spoilt, steps = ("reward", 0.0), 0
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        what, value = self.spoilt
+        return obs * value if what == "first observation" else obs, info
 
     def step(self, action):
         obs, reward, *rest = super().step(action)

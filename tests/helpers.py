@@ -95,9 +95,11 @@ def evaluate(run_dir: Path, episodes: int = 20) -> float:
     return statistics.mean(each[0].episodic_return for each in played)
 
 
-def make_envs(env_id: str, num_envs: int, seed: int, render: bool = False, **settings: Any) -> Envs:
+def make_envs(
+    env_id: str, num_envs: int, seed: int, render: bool = False, video: bool = False, **settings: Any
+) -> Envs:
     """Environments as a script makes them."""
-    return Envs(make_vec(EnvArgs(env_id=env_id, **settings), num_envs, seed, render), video=render)
+    return Envs(make_vec(EnvArgs(env_id=env_id, **settings), num_envs, seed, render), video=video)
 
 
 def level_seeds(envs):

@@ -601,6 +601,14 @@ def test_environments_that_give_nan(script, what, value, tmp_path, monkeypatch):
 
 
 @ALL
+def test_nan_in_the_first_observation(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(SpoiltEnv, "spoilt", ("first observation", np.nan))
+    with pytest.raises(TrainingError, match=r"^an observation of the environments is NaN or infinite$"):
+        script.main(make_args(script, tmp_path, env_id="TestSpoilt-v0"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@ALL
 def test_nan_in_a_parameter_leaves_a_checkpoint(script, tmp_path, monkeypatch):
     """Metrics say nothing of the last step that their optimizer made. (NaN in a metric: tests/test_bad_input.py.)"""
     update, calls = script.update, []

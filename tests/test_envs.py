@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import importlib.util
+import os
+import signal
 
 import gymnasium as gym
 import numpy as np
@@ -352,25 +354,36 @@ def read_video(path):
 
 
 def test_videos_of_the_first_environment(tmp_path):
-    """Episodes 0, 1 and 8 are on the schedule, 2 to 7 are not; the numbers go on after a resume."""
+    """Episodes 0, 1 and 8 are on the schedule, 2 to 7 are not; the numbers go on after a resume. A Ctrl-C that comes
+    while a frame is encoded leaves a video with all frames."""
     pytest.importorskip("av")
-    envs, other = (procgen_envs("dodgeball", 2, render=True) for _ in range(2))
-    envs.reset(), other.reset()
+    envs, other = (procgen_envs("dodgeball", 2, video=True, frame_stack=2) for _ in range(2))
+    obs, _ = envs.reset()
+    other.reset()
     envs.video.folder, other.video.folder = tmp_path / "videos", tmp_path / "others"
-    first_frame, actions, lengths = envs.render()[0], iter(random_actions(2000, 2)), []
+    actions, lengths = iter(random_actions(2000, 2)), []
+    first_frame, shown = obs[0, ..., -3:].repeat(4, 0).repeat(4, 1), []
+    envs.video.on_video = shown.append
     while len(lengths) < 3:
         *_, infos = envs.step(next(actions))
         if infos.get("_episode", [False])[0]:
             lengths.append(infos["episode"]["l"][0])
+    assert shown == [envs.video.folder / f"episode-{n}.mp4" for n in (0, 1)]
     envs.video.episode = 8
     other.load_state_dict(envs.state_dict())
     for each in (envs, other):
         each.step(next(actions))
+    write = other.video.file.write_frame
+    other.video.file.write_frame = lambda frame: (os.kill(os.getpid(), signal.SIGINT), write(frame))
+    with pytest.raises(KeyboardInterrupt):
+        other.step(next(actions))
+    for each in (envs, other):
         each.close()
     assert sorted(path.name for path in envs.video.folder.iterdir()) == [f"episode-{n}.mp4" for n in (0, 1, 8)]
     assert [path.name for path in other.video.folder.iterdir()] == ["episode-8.mp4"]
+    assert len(read_video(other.video.folder / "episode-8.mp4")) == 2
     for episode in (0, 1):
         frames = read_video(tmp_path / "videos" / f"episode-{episode}.mp4")
-        assert (frames.shape, frames.dtype) == ((lengths[episode], 512, 512, 3), np.uint8)
+        assert (frames.shape, frames.dtype) == ((lengths[episode], 256, 256, 3), np.uint8)
         if episode == 0:
             assert np.abs(frames[0].astype(int) - first_frame).mean() < 8  # but for the compression
