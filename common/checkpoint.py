@@ -3,13 +3,13 @@
 After an iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
 to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when a signal or an error ends the run."""
 
-import dataclasses
 import io
 import math
 import os
 import random
 import re
 import shlex
+import shutil
 import sys
 import time
 import zipfile
@@ -21,18 +21,23 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.serialization import safe_globals
 from torch.utils._pytree import tree_map_only
 
 from common import InputError, TrainingError
 from common.envs import Envs
 from common.fast import accelerate
 from common.run import ROOT, Run, lock_folder, require_finite, sha256, write_atomically
-from common.settings import flag, read_json
+from common.settings import flag, from_json, read_json, to_json
 from common.world import World
 
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
 RANKS_COPY_SECONDS = 10  # between copies with several ranks: to send 64 states of Procgen takes up to 100 ms
+RECONSTRUCT, SCALAR = np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]  # what pickles of NumPy's call
+NUMPY = [bytes, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}]
+for core in ("core", "_core"):  # NumPy 1 and 2
+    NUMPY += [(RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct"), (SCALAR, f"numpy.{core}.multiarray.scalar")]
 CONTENT = {"format": int, "script": str, "args": dict, "step": int, "run": dict, "ranks": list}
 
 
@@ -61,7 +66,7 @@ def read_archive(path: Path) -> dict[str, Any]:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
             if archive.testzip() or changed:
                 raise zipfile.BadZipFile
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_plain(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
@@ -77,9 +82,28 @@ def write_archive(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, buffer.getbuffer())
 
 
+def load_plain(file: Path | IO) -> Any:
+    """What `torch.save` has written, if it is of tensors, NumPy's arrays and numbers, and plain values."""
+    with safe_globals(NUMPY):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def copy_to_cpu(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples that shares no tensor with `value`."""
-    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), value)
+    """A copy of nested dicts, lists and tuples that shares no tensor or array with `value`."""
+    arrays = tree_map_only(np.ndarray, np.copy, value)
+    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), arrays)
+
+
+def check_state(name: str, state: Any) -> None:
+    """Raise InputError for the state of a part that could not be read back from a checkpoint."""
+    file = io.BytesIO()
+    try:
+        torch.save({name: state}, file)
+        file.seek(0)
+        load_plain(file)
+    except Exception as error:  # whatever pickle, or its restricted reader, says
+        known = "tensors, NumPy arrays, numbers, text, None, and lists, tuples and dicts of them"
+        raise InputError(f"a checkpoint cannot hold the state_dict of {name!r}: make it of {known}.") from error
 
 
 class Kept(SimpleNamespace):
@@ -152,14 +176,15 @@ class Checkpoints:
         self.run, self.parts, self.world = run, parts, run.world
         self.snapshot = None  # the newest copy, until it is written
         self.head = {"format": FORMAT, "script": run.script, "script_sha256": sha256(ROOT / run.script)}
-        self.head["args"] = dataclasses.asdict(run.args)
+        self.head["args"] = to_json(run.args)
         self.last_write = self.last_copy = time.monotonic() if run.step else -math.inf
         if self.world.rank > 0:
             return
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
-        self.write_model("model.pt", run.step, parts["agent"].state_dict())
+        if run.step:
+            self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
@@ -174,6 +199,9 @@ class Checkpoints:
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
         shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
+        if step == 0:
+            for name, state in (own | shared).items():
+                check_state(name, state)
         ranks = self.world.all_gather(copy_to_cpu(own))
         statistics = run.state_dict()
         if self.world.rank > 0:
@@ -193,8 +221,8 @@ class Checkpoints:
             self.run.writer.flush()  # a run that is resumed from here does not make these events again
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
-            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
             self.write_model("model.pt", self.run.step, self.snapshot["parts"]["agent"])
+            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
             self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
@@ -220,6 +248,8 @@ class Checkpoints:
             print(*unwritten, advice, sep="\n", file=sys.stderr)
         if error is None and unwritten:
             raise TrainingError(f"the run is complete, but {unwritten[0]}: free some space; {advice}")
+        if isinstance(error, InputError) and self.world.rank == 0 and not checkpoint_files(run.path):
+            shutil.rmtree(run.path)  # of a run that cannot begin
         if isinstance(error, TrainingError):
             model = f"its last good model is {run.path / 'model.pt'}"
             raise TrainingError("; ".join([f"{error}: the run stops", model, *unwritten, advice])) from error
@@ -281,8 +311,9 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
     """Names of the settings of `args` that differ from `settings`, but for those that may. A setting that is not there
     is of a later version than `settings`, which had its default."""
-    fixed = {name: value for name, value in vars(args).items() if name not in may_differ}
-    return [name for name, value in fixed.items() if settings.get(name, getattr(type(args), name, None)) != value]
+    defaults = to_json(type(args)())
+    fixed = {name: value for name, value in to_json(args).items() if name not in may_differ}
+    return [name for name, value in fixed.items() if settings.get(name, defaults[name]) != value]
 
 
 def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
@@ -362,7 +393,7 @@ def load_agent(
             copy = f"--script RUN/{path.name} takes the copy in its run folder"
             print(f"note: {path.name} is not the script that made {source}: {copy}", file=sys.stderr)
         module = load_script(path)
-        args = module.Args(**model["args"])
+        args = from_json(module.Args, model["args"])
         envs = Envs(module.make_envs(args, len(args.env_id.split(",")), seed=0))
         envs.close()
         agent = module.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)

@@ -30,7 +30,7 @@ from torch.utils.tensorboard import SummaryWriter
 from common import InputError, TrainingError
 from common.envs import Episode, finished_episodes
 from common.procgen_env import PROCGEN_GAMES
-from common.settings import flag, preset_args, read_json
+from common.settings import flags_of, preset_args, read_json, to_json
 
 ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
@@ -78,7 +78,7 @@ class Run:
             time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
         else:
             shutil.copy(ROOT / self.script, path)
-        settings = dataclasses.asdict(self.args)
+        settings = to_json(self.args)
         write_json(path / "meta.json", self.meta)
         write_json(path / "args.json", settings)  # what makes the folder one to resume
         self.wandb_run = self.track(settings) if self.args.track else None
@@ -289,11 +289,7 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     if args.presets and args.preset in args.presets:
         words += ["--preset", args.preset]
         defaults = preset_args(type(args), args.preset)
-    for setting, value in vars(args).items():
-        name = flag(setting)
-        if value != getattr(defaults, setting):
-            words += [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, str(value)]
-    return shlex.join(words)
+    return shlex.join(words + flags_of(to_json(args), to_json(defaults)))
 
 
 def provenance(command_line: str, script: str, device: torch.device) -> dict[str, Any]:

@@ -6,13 +6,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass, make_dataclass, replace
+from enum import Enum
 from importlib.util import find_spec
 from inspect import get_annotations
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from torch.utils._pytree import tree_leaves
+from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from common import InputError
 
@@ -164,6 +168,15 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
         check_limits(self)
+        hints = get_type_hints(type(self))
+        for name, given in vars(self).items():
+            if is_dataclass(given):
+                check_limits(given)
+            with suppress(TypeError):
+                kept = from_json(hints[name], to_json(given))
+                if (type(kept), kept) == (type(given), given):
+                    continue
+            raise InputError(f"{flag(name)} {given!r} would not come back from args.json: its type is {hints[name]}.")
         if self.init_heads != "keep" and not self.init_from:
             raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
         if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval:
@@ -182,18 +195,72 @@ def check_limits(args: Any) -> None:
     """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         given = getattr(args, name)
-        values = given if isinstance(given, tuple) else (given,)
-        for value in values:
+        inner = get_args(hint)[1:] if isinstance(given, dict) else get_args(hint)  # a dict's keys have no limits
+        for value in tree_leaves(given):
             if value is None:
                 continue
             if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
                 raise InputError(f"{flag(name)} {value} is too large.")
-            for each in (hint, *get_args(hint)):
+            for each in (hint, *inner):
                 if get_origin(each) is Literal and value not in get_args(each):
-                    raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(get_args(each))}.")
+                    choices = ", ".join(map(str, get_args(each)))
+                    raise InputError(f"{flag(name)} {value} is not known: use one of {choices}.")
                 for limits in getattr(each, "__metadata__", ()):
                     if isinstance(limits, Limits) and not limits.holds(value):
                         raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+
+
+def to_json(value: Any) -> Any:
+    """A setting, or a dataclass of settings, as JSON has it. Raises TypeError for what JSON cannot hold."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value):
+            return vars(value)
+        if isinstance(value, Enum):
+            return value.name
+        if isinstance(value, PurePath):
+            return str(value)
+        raise TypeError(f"JSON cannot hold {value!r}")
+
+    return json.loads(json.dumps(value, default=plain))
+
+
+def from_json(hint: Any, value: Any) -> Any:
+    """The setting, or the dataclass, of type `hint` that `to_json` made `value` of. Raises TypeError if it is none."""
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{name: from_json(hints.get(name, str), each) for name, each in value.items()})
+    if not isinstance(value, str | list | dict):
+        return value
+    try:
+        parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
+        return parser.instance_from_str(words_of(value))  # as on the command line
+    except Exception as error:  # tyro raises many kinds
+        raise TypeError(f"{value!r} is no {hint}") from error
+
+
+def words_of(value: Any) -> list[str]:
+    """The words of the command line for what `to_json` made of a setting."""
+    if isinstance(value, dict):
+        return [word for pair in value.items() for each in pair for word in words_of(each)]
+    if isinstance(value, list):
+        return [word for each in value for word in words_of(each)]
+    return [str(value)]
+
+
+def flags_of(settings: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -> list[str]:
+    """The command line for what `to_json` made of settings: the flags that differ from `defaults`."""
+    words = []
+    for name, value in settings.items():
+        if value == defaults.get(name):
+            continue
+        if isinstance(value, dict) and defaults[name]:
+            words += flags_of(value, defaults[name], f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            words.append(flag(f"{prefix}{name if value else 'no-' + name}"))
+        else:
+            words += [flag(prefix + name), *words_of(value)]
+    return words
 
 
 def preset_args(args_class: type, preset: str, **given: Any) -> Any:
@@ -230,7 +297,7 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
         if not saved:
             raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
         try:
-            args = args_class(**saved | {"resume": None})
+            args = from_json(args_class, saved | {"resume": None})
         except TypeError as error:
             raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
     elif known.preset in args_class.presets:
@@ -254,9 +321,10 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
         if own:
             shown = []
             for name, value in defaults.items():
-                hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
-                shown.append((name, hint, field(default=value)))
+                hint = Annotated[hints[name], tyro.conf.arg(prefix_name=False)]
+                hint = hint if name in own else tyro.conf.Fixed[hint]
+                shown.append((name, hint, field(default_factory=lambda value=value: value)))
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
             section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
-            sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
+            sections.append((title, section, field(default_factory=section)))
     return make_dataclass("Args", sections)
