@@ -10,13 +10,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.envs import Envs, Episode, check_envs, finished_episodes, spread_seed
-from common.networks import draw
 from common.run import Run, describe, mean
 
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
+
+
+class DrawingFrom(TorchDispatchMode):
+    """Within it, all that this thread draws comes from `generator`: actors may draw from PyTorch's at the same time."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), named: dict | None = None) -> Any:
+        named = dict(named or {})
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            function, named["generator"] = function.overloadpacket, self.generator
+        return function(*args, **named)
 
 
 class HeldOut:
@@ -31,24 +45,27 @@ class HeldOut:
     def play(
         self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda finished: None
     ) -> list[list[Episode]]:
-        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones.
-        After each step, `on_step` gets the number of finished episodes."""
+        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones. It
+        makes one step at least. After each, `on_step` gets the number of finished episodes."""
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
         agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
-        state, generator = None, torch.Generator(self.device).manual_seed(self.seed)
+        state, drawing = None, DrawingFrom(torch.Generator(self.device).manual_seed(self.seed))
         episodes = [[] for _ in range(self.envs.num_envs)]
-        while min(map(len, episodes)) < quota:
+        while True:
             obs = torch.as_tensor(self.envs.obs, device=self.device)
             dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
-            actions = dist.mode.nan_to_num() if greedy else draw(dist, generator)  # NaN: a Bernoulli of probability 0.5
+            with drawing:
+                actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: a Bernoulli of probability 0.5
             _, _, terminations, truncations, infos = self.envs.step(actions.cpu().numpy())
             if state is not None:
                 state[:, torch.as_tensor(terminations | truncations, device=self.device)] = 0
             for episode in finished_episodes(infos):
                 episodes[episode.env].append(episode)
             on_step(sum(min(len(each), quota) for each in episodes))
+            if min(map(len, episodes)) >= quota:
+                break
         return [each[:quota] for each in episodes]
 
 
@@ -95,6 +112,8 @@ class Evaluator:
         num_envs, self.quota = share_episodes(args.eval_episodes, args.num_envs, self.games)
         self.held_out = HeldOut(Envs(make_envs(held_out, num_envs, seed)), seed, device)
         self.close = self.held_out.envs.close
+        for greedy in (False, True):
+            self.held_out.play(agent, 0, greedy)  # a step: what the agent cannot do shows before it is trained
 
     def __call__(self, step: int, run: Run) -> bool:
         """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones. Return

@@ -61,18 +61,6 @@ def action_dist(space: gym.Space, params: Tensor) -> Distribution:
     return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
 
 
-def draw(dist: Distribution, generator: torch.Generator) -> Tensor:
-    """`dist.sample()` with a generator of its own: actor threads may draw from PyTorch's at the same time."""
-    dist = getattr(dist, "base_dist", dist)  # of `Independent`
-    if isinstance(dist, Categorical):
-        return torch.multinomial(dist.probs, 1, generator=generator).squeeze(-1)
-    if isinstance(dist, Bernoulli):
-        return torch.bernoulli(dist.probs, generator=generator)
-    if isinstance(dist, Normal):
-        return torch.normal(dist.mean, dist.stddev, generator=generator)
-    raise TypeError(f"no way to draw from a {type(dist).__name__} here: add one to common/networks.py")
-
-
 def policy_kl(old: Distribution, new: Distribution) -> Tensor:
     """KL(old || new) [B], computed from log-probabilities: finite where a new probability rounds to 0."""
     if isinstance(new, Categorical):

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 CSV_COLUMNS = {  # after "step" and "seconds"
     "progress.csv": "episodes episodic_return last_100_return last_100_level_complete",
+    "metrics.csv": "tag value",
     "episodes.csv": "env episodic_return episodic_length level_seed level_complete",
     "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return"
     " level_complete best",
@@ -190,15 +191,16 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, Any], whole: bool = True) -> None:
         """Write the means over the ranks, which all call this, of an iteration's metrics, and show the progress.
         `whole` says that the steps so far have had all the work that belongs to them, so that they tell the speed.
-        Raises TrainingError if a metric is NaN or infinite, or nothing can be written."""
+        Charts that are NaN are left out. Raises TrainingError if another metric is, or nothing can be written."""
         self.flush()
-        values = require_finite(step, self.world.all_reduce_mean(metrics))
+        values = require_finite(step, self.world.all_reduce_mean(numbers_of(metrics)))
         values["charts/SPS"] = step / (time.monotonic() - self.start)
         solved = None
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        self.write(step, values, {"progress.csv": [(*returns, solved)]})
+        values["charts/last_100_return"] = returns[-1]
+        self.write(step, values, {"progress.csv": [(*returns, solved)], "metrics.csv": [*values.items()]})
         self.new_returns.clear()
         self.now_at = step
         if whole:
@@ -262,11 +264,17 @@ class Run:
             print(f"{'stopped' if error else 'done'}: {text} | model: {self.path / 'model.pt'}")
 
 
-def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    """The metrics as numbers, read from a device together. Raises TrainingError for one that is NaN or infinite."""
+def numbers_of(metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """The metrics as numbers, read from a device together, without charts that are NaN or infinite."""
     tensors = {tag: value.double() for tag, value in metrics.items() if isinstance(value, torch.Tensor)}
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
     values = {**metrics, **dict(zip(tensors, numbers, strict=True))}
+    return {tag: value for tag, value in values.items() if np.isfinite(value) or not tag.startswith("charts/")}
+
+
+def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """`numbers_of` metrics. Raises TrainingError for one that is NaN or infinite."""
+    values = numbers_of(metrics)
     for tag, value in values.items():
         if not np.isfinite(value):
             raise TrainingError(f"{tag} is {value} at step {step:,}")
@@ -301,13 +309,14 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = (re.findall("model name\t: (.*)", cpuinfo) or [platform.processor()])[0]
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    status = git("status", "--porcelain", "--", "*.py", "*.cpp")  # a new script counts, run folders do not
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cpp")
+    new = git("status", "--porcelain", "--", script)  # other new files may be anyone's
     return {
         "command": command_line,
         "script": script,
         "script_sha256": sha256(ROOT / script),
         "commit": git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
+        "dirty": None if changes is None else bool(changes or new),
         "versions": versions,
         "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
         "started": time.strftime(UTC, time.gmtime()),

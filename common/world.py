@@ -95,11 +95,12 @@ class World:
         return tensor
 
     def all_reduce_mean(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The mean of each metric over all ranks."""
+        """The mean of each metric over the ranks that have it."""
         if not self.several:
             return metrics
-        values = torch.stack([torch.as_tensor(value, device=self.device).double() for value in metrics.values()])
-        return dict(zip(metrics, self.all_reduce(values) / self.world_size, strict=True))
+        ranks = self.all_gather({tag: float(value) for tag, value in metrics.items()})
+        tags = dict.fromkeys(tag for rank in ranks for tag in rank)
+        return {tag: float(np.mean([rank[tag] for rank in ranks if tag in rank])) for tag in tags}
 
     def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Standard deviation (Bessel's) and mean of `x` [...] over all ranks."""
@@ -130,7 +131,8 @@ class World:
                 connected(dist.broadcast, tensor, src=0)
 
     def all_reduce_gradients(self) -> None:
-        """Average the gradients of all broadcast networks over the ranks."""
+        """Average the gradients of all broadcast networks over the ranks. Buffers become rank zero's, as in PyTorch's
+        DDP, except those that are `persistent=False`: what no `state_dict` holds is a rank's own."""
         if not self.several:
             return
         gradients = [x.grad for network in self.networks for x in network.parameters() if x.grad is not None]
@@ -139,8 +141,10 @@ class World:
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
         for network in self.networks:
-            for buffer in network.buffers():  # as in PyTorch's DDP: statistics of batch normalisation are rank zero's
-                connected(dist.broadcast, buffer, src=0)
+            parameters = dict(network.named_parameters())
+            for name, buffer in network.state_dict().items():
+                if name not in parameters:
+                    connected(dist.broadcast, buffer, src=0)
 
     def destroy(self) -> None:
         """End the connections to the other ranks, once every rank is done."""

@@ -489,6 +489,24 @@ def test_settings_of_all_kinds_come_back(tmp_path):
             script.main(replace(default, **changes))
 
 
+@ALL
+def test_annealing_is_of_each_group_from_its_own_rate(script, tmp_path, monkeypatch):
+    """In a resumed run, too."""
+    make, rates = script.Adam, []
+
+    def in_groups(parameters, lr, **named):
+        first, *others = parameters
+        rates.append([3 * lr, lr])
+        return make([{"params": [first], "lr": 3 * lr}, {"params": others}], lr, **named)
+
+    monkeypatch.setattr(script, "Adam", in_groups)
+    resume(script, path := interrupted(script, 8, tmp_path))
+    optimizers = {name: part for name, part in newest(path)["parts"].items() if "optimizer" in name}
+    left = 1 - (384 - (16 if script is impala else 32)) / 384
+    for part, initial in zip(optimizers.values(), rates[len(optimizers) :], strict=True):
+        assert [group["lr"] for group in part["param_groups"]] == [rate * left for rate in initial]
+
+
 def test_numpy_in_the_state_of_a_part_comes_back(undisturbed, tmp_path, monkeypatch):
     """As it was, and as it was when the checkpoint was copied. What no checkpoint can hold is refused at the start."""
     names = ("returns", "count", "mean", "var")

@@ -1,18 +1,19 @@
 """Evaluation on held-out levels."""
 
 import math
+import threading
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch.distributions import Bernoulli, Categorical, Independent, Normal
+from torch.distributions import Bernoulli, Beta, Categorical, Independent, Normal, Uniform
 
 import impala
 import ppo
 from common.checkpoint import read_model
 from common.envs import Episode
-from common.evaluation import RETURN_RANGES, Evaluator, HeldOut, draw, normalized, share_episodes
+from common.evaluation import RETURN_RANGES, DrawingFrom, Evaluator, HeldOut, normalized, share_episodes
 from common.procgen_env import PROCGEN_GAMES
 from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars, small_args
 from test_checkpoint import make_args
@@ -43,7 +44,7 @@ def held_out(env_id, num_envs):
 
 def evaluator_of(**settings):
     args = make_args(ppo, ".", **{"env_id": "coinrun", "eval_interval": 1} | settings)
-    return Evaluator(args, None, CPU, ppo.make_envs)
+    return Evaluator(args, Player(Categorical(torch.ones(15))), CPU, ppo.make_envs)
 
 
 def returns_of(played):
@@ -120,16 +121,31 @@ def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run(env_id):
     [
         Categorical(torch.tensor([0.1, 0.2, 0.7])), Independent(Bernoulli(torch.tensor([0.2, 0.9])), 1),
         Independent(Normal(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 2.0])), 1),
+        Independent(Categorical(torch.tensor([[0.1, 0.9], [0.5, 0.5]])), 1), Beta(2.0, 3.0), Uniform(0.0, 1.0),
     ],
-    ids=["categorical", "bernoulli", "normal"],
+    ids=["categorical", "bernoulli", "normal", "multi-discrete", "beta", "uniform"],
 )  # fmt: skip
-def test_draws_are_of_the_distribution(dist):
-    """Against PyTorch's own: shape, type, and mean and spread of 20,000 draws."""
-    many = dist.expand((20_000,))
-    drawn, theirs = draw(many, torch.Generator().manual_seed(1)), many.sample()
-    assert (drawn.shape, drawn.dtype) == (theirs.shape, theirs.dtype)
-    for mine, other in zip(torch.std_mean(drawn.float(), 0), torch.std_mean(theirs.float(), 0), strict=True):
-        assert torch.allclose(mine, other, atol=0.05)
+def test_draws_are_those_of_a_generator_of_their_own(dist):
+    """As PyTorch's own generator would draw them; that one goes on as without them, and so do other threads."""
+    torch.manual_seed(1)
+    theirs, others = dist.sample((20,)), torch.rand(3)
+    torch.manual_seed(1)
+    dist.sample((20,))
+    drawn, thread = [], threading.Thread(target=lambda: drawn.append(torch.rand(3)))
+    with DrawingFrom(torch.Generator().manual_seed(1)):
+        assert torch.equal(dist.sample((20,)), theirs)
+        thread.start()
+        thread.join()
+    assert torch.equal(drawn[0], others)
+
+
+def test_what_an_agent_cannot_do_shows_at_the_start(tmp_path, monkeypatch):
+    """Its distribution has no mode, say, which no training needs."""
+    monkeypatch.setattr(ppo.Agent, "get_action_dist", lambda agent, obs, state=None: (object(), state))
+    args = make_args(ppo, tmp_path / "runs", env_id="CartPole-v1", eval_interval=10**9)
+    with pytest.raises(AttributeError, match="sample"):
+        ppo.main(args)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_levels_are_those_asked_for():
@@ -183,7 +199,7 @@ def test_an_evaluated_run_is_the_same_run(script, tmp_path):
 def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     """Environments 0 and 2 play starpilot, 1 and 3 coinrun."""
     returns = {False: np.array([[10.0, 20], [5, 10], [30, 40], [0, 5]]), True: np.full((4, 2), 8.0)}
-    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, _: episodes_with(returns[greedy]))
+    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, *_: episodes_with(returns[greedy]))
     args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
     path = ppo.main(args)
     rows = read_csv(path / "eval.csv")
@@ -219,7 +235,9 @@ def test_normalized_returns():
 
 
 def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
-    returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of likeliest actions, in turn
+    returns = iter(
+        [0, 0, 1.0, 9.0, 3.0, 9.0, 2.0, 9.0]
+    )  # of sampled and of likeliest actions, in turn; two at the start
     monkeypatch.setattr(HeldOut, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
     settings = {"num_steps": 8, "total_timesteps": 3 * 32, "eval_interval": 32, "checkpoint_interval": 0.0}
     run_dir = ppo.main(small_args(ppo, tmp_path, {}, **settings | {"keep_checkpoints": 9}))

@@ -64,7 +64,7 @@ def test_folder(finished):
     assert re.fullmatch(rf"CartPole-v1__{finished.args.exp_name}__3__\d+", finished.path.name)
     assert list(finished.path.parent.iterdir()) == [finished.path]
     names = sorted(path.name.partition(".tfevents.")[0] for path in finished.path.iterdir())
-    files = "args.json checkpoints episodes.csv eval.csv events.out lock meta.json model.pt progress.csv"
+    files = "args.json checkpoints episodes.csv eval.csv events.out lock meta.json metrics.csv model.pt progress.csv"
     assert names == sorted([*files.split(), Path(finished.script.__file__).name])
 
 
@@ -142,6 +142,26 @@ def test_progress_csv(finished):
         expected = np.mean(returns[-number:]) if number else np.nan, np.mean(returns[-100:])
         found = float(row["episodic_return"]), float(row["last_100_return"])
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@ALL
+def test_metrics_of_ones_own(script, tmp_path, monkeypatch):
+    """They are logged with all others of `log`, also in metrics.csv. A chart that is NaN is left out; a loss is not
+    (tests/test_bad_input.py)."""
+    update, means = script.update, iter([np.nan, np.inf, np.float32(0.5), 2])
+    monkeypatch.setattr(script, "update", lambda *args: update(*args) | {"charts/mine": next(means)})
+    path = script.main(make_args(script, tmp_path))
+    scalars = read_scalars(path)
+    assert scalars["charts/mine"] == [(768, 0.5), (1024, 2.0)]
+    assert [value for _, value in scalars["charts/last_100_return"]] == pytest.approx(
+        [float(row["last_100_return"]) for row in read_csv(path / "progress.csv")], rel=1e-5
+    )
+    rows = read_csv(path / "metrics.csv")
+    assert list(rows[0]) == ["step", "seconds", "tag", "value"]
+    for tag in scalars.keys() - {"charts/episodic_return", "charts/episodic_length"}:
+        found = [(int(row["step"]), float(row["value"])) for row in rows if row["tag"] == tag]
+        assert [step for step, _ in found] == [step for step, _ in scalars[tag]]
+        assert [value for _, value in found] == pytest.approx([value for _, value in scalars[tag]], rel=1e-4)
 
 
 @pytest.mark.parametrize("source", ["folder", "model", "checkpoint"])
