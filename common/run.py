@@ -199,7 +199,8 @@ class Run:
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        values["charts/last_100_return"] = returns[-1]
+        if self.recent:
+            values["charts/last_100_return"] = returns[-1]
         self.write(step, values, {"progress.csv": [(*returns, solved)], "metrics.csv": [*values.items()]})
         self.new_returns.clear()
         self.now_at = step
