@@ -115,7 +115,7 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
     """PPO's clipping range of the policy ratio, without effect with a single minibatch; None for no clipping"""
     ent_coef: NotNegative[float] = 0.01
     """weight of the entropy bonus (c2)"""
-    vf_coef: Annotated[NotNegative[float], tyro.conf.arg(aliases=["--baseline-coef", "--baseline_coef"])] = 0.5
+    vf_coef: Annotated[NotNegative[float], tyro.conf.arg(aliases=["--baseline-coef"])] = 0.5
     """weight of the value loss, which is half the mean squared error (c1)"""
     max_grad_norm: Positive[float] | None = 0.5
     """clip the gradient to this L2 norm; None for no clipping"""

@@ -80,6 +80,23 @@ def test_settings_and_provenance(finished):
     assert parse(finished.script.Args, words[2:]) == finished.args
 
 
+def test_a_tree_is_dirty_by_its_own_files_and_the_script(tmp_path, monkeypatch):
+    """Other new files may be anyone's."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
+    (tmp_path / "old.py").write_text("")
+    for words in (["init"], ["add", "."], ["commit", "-m", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    (tmp_path / "new.py").write_text("")
+
+    def dirty(script):
+        return run.provenance("", script, torch.device("cpu"))["dirty"]
+
+    assert [dirty("old.py"), dirty("new.py")] == [False, True]
+    (tmp_path / "old.py").write_text("changed")
+    assert dirty("old.py")
+
+
 @ALL
 def test_command_repeats_every_setting(script):
     """No field is left out: each has another value than its default."""
