@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_map_only
 
 from common import InputError, TrainingError
@@ -34,10 +34,8 @@ from common.world import World
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
 RANKS_COPY_SECONDS = 10  # between copies with several ranks: to send 64 states of Procgen takes up to 100 ms
-RECONSTRUCT, SCALAR = np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]  # what pickles of NumPy's call
-NUMPY = [bytes, np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}]
-for core in ("core", "_core"):  # NumPy 1 and 2
-    NUMPY += [(RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct"), (SCALAR, f"numpy.{core}.multiarray.scalar")]
+NUMPY = [bytes, np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]  # and of each number:
+NUMPY += {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
 CONTENT = {"format": int, "script": str, "args": dict, "step": int, "run": dict, "ranks": list}
 
 
@@ -66,7 +64,8 @@ def read_archive(path: Path) -> dict[str, Any]:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
             if archive.testzip() or changed:
                 raise zipfile.BadZipFile
-        content = load_plain(path)
+        with safe_globals(NUMPY):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
@@ -77,33 +76,22 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 def write_archive(path: Path, content: dict[str, Any]) -> None:
+    """Write a file for `read_archive`. Raises InputError for what that would refuse."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    write_atomically(path, buffer.getbuffer())
-
-
-def load_plain(file: Path | IO) -> Any:
-    """What `torch.save` has written, if it is of tensors, NumPy's arrays and numbers, and plain values."""
+    buffer.seek(0)
     with safe_globals(NUMPY):
-        return torch.load(file, map_location="cpu", weights_only=True)
+        foreign = ", ".join(get_unsafe_globals_in_checkpoint(buffer))
+    if foreign:
+        kinds = "tensors, NumPy arrays, numbers, text, None, and lists, tuples and dicts of them"
+        raise InputError(f"a checkpoint cannot hold {foreign}: make each state_dict of {kinds}.")
+    write_atomically(path, buffer.getbuffer())
 
 
 def copy_to_cpu(value: Any) -> Any:
     """A copy of nested dicts, lists and tuples that shares no tensor or array with `value`."""
     arrays = tree_map_only(np.ndarray, np.copy, value)
     return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), arrays)
-
-
-def check_state(name: str, state: Any) -> None:
-    """Raise InputError for the state of a part that could not be read back from a checkpoint."""
-    file = io.BytesIO()
-    try:
-        torch.save({name: state}, file)
-        file.seek(0)
-        load_plain(file)
-    except Exception as error:  # whatever pickle, or its restricted reader, says
-        known = "tensors, NumPy arrays, numbers, text, None, and lists, tuples and dicts of them"
-        raise InputError(f"a checkpoint cannot hold the state_dict of {name!r}: make it of {known}.") from error
 
 
 class Kept(SimpleNamespace):
@@ -199,9 +187,6 @@ class Checkpoints:
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
         shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
-        if step == 0:
-            for name, state in (own | shared).items():
-                check_state(name, state)
         ranks = self.world.all_gather(copy_to_cpu(own))
         statistics = run.state_dict()
         if self.world.rank > 0:
@@ -236,7 +221,7 @@ class Checkpoints:
         complete but its last checkpoint cannot be written. To an `error` of that class it adds how to resume."""
         run, unwritten = self.run, []
         try:
-            if self.world.rank == 0:
+            if self.world.rank == 0 and not isinstance(error, InputError):
                 self.write()
             run.close(error)
         except OSError as failure:

@@ -25,12 +25,13 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 
 from common import InputError, TrainingError
 from common.envs import Episode, finished_episodes
 from common.procgen_env import PROCGEN_GAMES
-from common.settings import flags_of, preset_args, read_json, to_json
+from common.settings import preset_args, read_json, to_json
 
 ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
@@ -193,7 +194,7 @@ class Run:
         `whole` says that the steps so far have had all the work that belongs to them, so that they tell the speed.
         Charts that are NaN are left out. Raises TrainingError if another metric is, or nothing can be written."""
         self.flush()
-        values = require_finite(step, self.world.all_reduce_mean(numbers_of(metrics)))
+        values = require_finite(step, self.world.all_reduce_mean(metrics))
         values["charts/SPS"] = step / (time.monotonic() - self.start)
         solved = None
         if self.recent_complete:
@@ -265,21 +266,16 @@ class Run:
             print(f"{'stopped' if error else 'done'}: {text} | model: {self.path / 'model.pt'}")
 
 
-def numbers_of(metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    """The metrics as numbers, read from a device together, without charts that are NaN or infinite."""
+def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """The metrics as numbers, read from a device together, without charts that are NaN or infinite. Raises
+    TrainingError for another metric that is."""
     tensors = {tag: value.double() for tag, value in metrics.items() if isinstance(value, torch.Tensor)}
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
     values = {**metrics, **dict(zip(tensors, numbers, strict=True))}
-    return {tag: value for tag, value in values.items() if np.isfinite(value) or not tag.startswith("charts/")}
-
-
-def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    """`numbers_of` metrics. Raises TrainingError for one that is NaN or infinite."""
-    values = numbers_of(metrics)
     for tag, value in values.items():
-        if not np.isfinite(value):
+        if not np.isfinite(value) and not tag.startswith("charts/"):
             raise TrainingError(f"{tag} is {value} at step {step:,}")
-    return values
+    return {tag: value for tag, value in values.items() if np.isfinite(value)}
 
 
 def describe(episodic_return: float, level_complete: float) -> str:
@@ -298,7 +294,21 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     if args.presets and args.preset in args.presets:
         words += ["--preset", args.preset]
         defaults = preset_args(type(args), args.preset)
-    return shlex.join(words + flags_of(to_json(args), to_json(defaults)))
+    defaults = by_flag(to_json(defaults))
+    for name, value in by_flag(to_json(args)).items():
+        if value != defaults.get(name):
+            named = [name if value else re.sub("(.*)(--|[.])", r"\1\2no-", name)]
+            words += named if isinstance(value, bool) else [name, *map(str, tree_leaves(value))]
+    return shlex.join(words)
+
+
+def by_flag(settings: dict[str, Any], prefix: str = "--") -> dict[str, Any]:
+    """Settings by their flags. What dataclasses and dicts in a setting hold has flags of its own."""
+    found = {}
+    for name, value in settings.items():
+        key = prefix + name.replace("_", "-")
+        found |= by_flag(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
 
 
 def provenance(command_line: str, script: str, device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 from inspect import get_annotations
@@ -170,11 +170,8 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
         check_limits(self)
         hints = get_type_hints(type(self))
         for name, given in vars(self).items():
-            if is_dataclass(given):
-                check_limits(given)
             with suppress(TypeError):
-                kept = from_json(hints[name], to_json(given))
-                if (type(kept), kept) == (type(given), given):
+                if from_json(hints[name], to_json(given)) == given:
                     continue
             raise InputError(f"{flag(name)} {given!r} would not come back from args.json: its type is {hints[name]}.")
         if self.init_heads != "keep" and not self.init_from:
@@ -211,56 +208,28 @@ def check_limits(args: Any) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """A setting, or a dataclass of settings, as JSON has it. Raises TypeError for what JSON cannot hold."""
+    """A setting, or a dataclass of settings, as args.json has it. Raises TypeError for what JSON cannot hold."""
 
     def plain(value: Any) -> Any:
-        if is_dataclass(value):
-            return vars(value)
         if isinstance(value, Enum):
             return value.name
-        if isinstance(value, PurePath):
-            return str(value)
-        raise TypeError(f"JSON cannot hold {value!r}")
+        return str(value) if isinstance(value, PurePath) else vars(value)  # a dataclass
 
     return json.loads(json.dumps(value, default=plain))
 
 
 def from_json(hint: Any, value: Any) -> Any:
-    """The setting, or the dataclass, of type `hint` that `to_json` made `value` of. Raises TypeError if it is none."""
-    if is_dataclass(hint):
-        hints = get_type_hints(hint)
+    """The setting, or dataclass, of type `hint` that `to_json` made `value` of, by tyro's parser. Raises TypeError."""
+    if isinstance(value, dict):
+        hints = get_type_hints(get_origin(hint) or hint)  # none for a dict
         return hint(**{name: from_json(hints.get(name, str), each) for name, each in value.items()})
-    if not isinstance(value, str | list | dict):
+    if not isinstance(value, str | list):
         return value
     try:
         parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
-        return parser.instance_from_str(words_of(value))  # as on the command line
+        return parser.instance_from_str([str(each) for each in tree_leaves(value)])
     except Exception as error:  # tyro raises many kinds
         raise TypeError(f"{value!r} is no {hint}") from error
-
-
-def words_of(value: Any) -> list[str]:
-    """The words of the command line for what `to_json` made of a setting."""
-    if isinstance(value, dict):
-        return [word for pair in value.items() for each in pair for word in words_of(each)]
-    if isinstance(value, list):
-        return [word for each in value for word in words_of(each)]
-    return [str(value)]
-
-
-def flags_of(settings: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -> list[str]:
-    """The command line for what `to_json` made of settings: the flags that differ from `defaults`."""
-    words = []
-    for name, value in settings.items():
-        if value == defaults.get(name):
-            continue
-        if isinstance(value, dict) and defaults[name]:
-            words += flags_of(value, defaults[name], f"{prefix}{name}.")
-        elif isinstance(value, bool):
-            words.append(flag(f"{prefix}{name if value else 'no-' + name}"))
-        else:
-            words += [flag(prefix + name), *words_of(value)]
-    return words
 
 
 def preset_args(args_class: type, preset: str, **given: Any) -> Any:

@@ -477,7 +477,6 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     use = "would not come back from args.json: its type is "
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
-        ({"inner": script.Inner(depth=0)}, "--depth 0 cannot work: use a number above 0"),
         ({"sizes": [16, 32]}, f"--sizes [16, 32] {use}tuple[int, ...]."),
         ({"names": [1]}, f"--names [1] {use}"),
         ({"names": {"x"}}, f"--names {{'x'}} {use}"),
@@ -518,7 +517,7 @@ def test_numpy_in_the_state_of_a_part_comes_back(undisturbed, tmp_path, monkeypa
     resume(ppo, path)
     check_same_run(path, undisturbed(ppo))
     monkeypatch.setattr(RewardNormalizer, "state_dict", lambda part: {"folder": path})
-    with pytest.raises(InputError, match="a checkpoint cannot hold the state_dict of 'reward_normalizer': make it"):
+    with pytest.raises(InputError, match="a checkpoint cannot hold pathlib"):
         ppo.main(make_args(ppo, tmp_path / "refused"))
     assert not list((tmp_path / "refused").iterdir())
 
