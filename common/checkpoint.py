@@ -178,8 +178,8 @@ class Checkpoints:
         """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
         TrainingError if a parameter is NaN or infinite; the copy before this one stays."""
         networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
-        named = {f"{name}.{inner}": x for name, part in networks.items() for inner, x in part.named_parameters()}
-        require_finite(step, {name: x.sum() for name, x in named.items()})  # a sum is NaN or infinite if a number is
+        sums = {f"{name}.{inner}": x.sum() for name, part in networks.items() for inner, x in part.named_parameters()}
+        require_finite(step, sums)  # a sum is NaN or infinite if a number is
         run, now = self.run, time.monotonic()
         due = now - self.last_copy >= min(RANKS_COPY_SECONDS, 60 * run.args.checkpoint_interval)
         if self.world.world_size > 1 and not self.world.broadcast(due or step >= run.total_steps):
@@ -354,10 +354,8 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
         for other in others:
             weights.setdefault(name.replace(first, other, 1), weights[name])
     anew = {"keep": (), "policy": agent.value_heads, "reset": agent.policy_heads + agent.value_heads}[heads]
-    fits = {}
-    for name, value in weights.items():
-        if name.split(".")[0] not in anew and name in own and getattr(value, "shape", 0) == own[name].shape:
-            fits[name] = value
+    same = [name for name in own if name in weights and getattr(weights[name], "shape", 0) == own[name].shape]
+    fits = {name: weights[name] for name in same if name.split(".")[0] not in anew}
     if all(name.split(".")[0] in agent.policy_heads + agent.value_heads for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
     if missing := ", ".join(name for name in own if name not in fits):

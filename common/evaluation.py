@@ -42,18 +42,16 @@ class HeldOut:
         self.start = envs.state_dict()
 
     @torch.no_grad()
-    def play(
-        self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda finished: None
-    ) -> list[list[Episode]]:
-        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones. It
-        makes one step at least. After each, `on_step` gets the number of finished episodes."""
+    def play(self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda n: 0) -> list[list[Episode]]:
+        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones.
+        After each step, `on_step` gets the number of finished episodes."""
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
         agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
         state, drawing = None, DrawingFrom(torch.Generator(self.device).manual_seed(self.seed))
         episodes = [[] for _ in range(self.envs.num_envs)]
-        while True:
+        while min(map(len, episodes)) < quota:
             obs = torch.as_tensor(self.envs.obs, device=self.device)
             dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
             with drawing:
@@ -64,8 +62,6 @@ class HeldOut:
             for episode in finished_episodes(infos):
                 episodes[episode.env].append(episode)
             on_step(sum(min(len(each), quota) for each in episodes))
-            if min(map(len, episodes)) >= quota:
-                break
         return [each[:quota] for each in episodes]
 
 
@@ -112,17 +108,13 @@ class Evaluator:
         num_envs, self.quota = share_episodes(args.eval_episodes, args.num_envs, self.games)
         self.held_out = HeldOut(Envs(make_envs(held_out, num_envs, seed)), seed, device)
         self.close = self.held_out.envs.close
-        for greedy in (False, True):
-            self.held_out.play(agent, 0, greedy)  # a step: what the agent cannot do shows before it is trained
 
     def __call__(self, step: int, run: Run) -> bool:
         """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones. Return
         whether it is the best so far, by the return of sampled actions."""
         metrics, rows, shown, total = {}, [], [], self.held_out.envs.num_envs * self.quota
         for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
-            played = self.held_out.play(
-                self.agent, self.quota, greedy, lambda finished: run.show(f"evaluation {finished}/{total}")
-            )
+            played = self.held_out.play(self.agent, self.quota, greedy, lambda n: run.show(f"evaluation {n}/{total}"))
             by_game = summaries(played, self.games, self.args.distribution_mode)
             rows += [(policy, game, *summary.values()) for game, summary in by_game.items()]
             means = {name: np.mean([each[name] for each in by_game.values()]) for name in MEANS}

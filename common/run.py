@@ -31,7 +31,7 @@ from torch.utils.tensorboard import SummaryWriter
 from common import InputError, TrainingError
 from common.envs import Episode, finished_episodes
 from common.procgen_env import PROCGEN_GAMES
-from common.settings import preset_args, read_json, to_json
+from common.settings import flag, preset_args, read_json, to_json
 
 ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
@@ -46,12 +46,9 @@ LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
 
 class Run:
-    """One run's folder and its progress display. Rank zero writes, for all ranks.
-
-    The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), a copy of the script
-    (`script` is its path from the repository's root), TensorBoard events, and the CSVs: `progress.csv` has a row per
-    `log`, `episodes.csv` one per episode. `resumed` is what `find_run` returned. Raises OSError if the folder cannot be
-    written, InputError if Weights & Biases refuses."""
+    """One run's folder (README.md lists what it holds) and its progress display. Rank zero writes, for all ranks.
+    `script` is the script's path from the repository's root, `resumed` what `find_run` returned. Raises OSError if the
+    folder cannot be written, InputError if Weights & Biases refuses."""
 
     def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
@@ -200,8 +197,7 @@ class Run:
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        if self.recent:
-            values["charts/last_100_return"] = returns[-1]
+        values["charts/last_100_return"] = returns[-1]
         self.write(step, values, {"progress.csv": [(*returns, solved)], "metrics.csv": [*values.items()]})
         self.new_returns.clear()
         self.now_at = step
@@ -294,21 +290,12 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     if args.presets and args.preset in args.presets:
         words += ["--preset", args.preset]
         defaults = preset_args(type(args), args.preset)
-    defaults = by_flag(to_json(defaults))
-    for name, value in by_flag(to_json(args)).items():
-        if value != defaults.get(name):
-            named = [name if value else re.sub("(.*)(--|[.])", r"\1\2no-", name)]
-            words += named if isinstance(value, bool) else [name, *map(str, tree_leaves(value))]
+    defaults = to_json(defaults)
+    for setting, value in to_json(args).items():
+        name = flag(setting)
+        given = [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, *tree_leaves(value)]
+        words += map(str, given if value != defaults[setting] else [])
     return shlex.join(words)
-
-
-def by_flag(settings: dict[str, Any], prefix: str = "--") -> dict[str, Any]:
-    """Settings by their flags. What dataclasses and dicts in a setting hold has flags of its own."""
-    found = {}
-    for name, value in settings.items():
-        key = prefix + name.replace("_", "-")
-        found |= by_flag(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
 
 
 def provenance(command_line: str, script: str, device: torch.device) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 from inspect import get_annotations
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -168,12 +167,15 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
         check_limits(self)
-        hints = get_type_hints(type(self))
+        try:
+            kept = vars(from_json(type(self), to_json(self)))
+        except Exception as error:  # of JSON's or of tyro's, which are of many kinds
+            raise InputError(
+                f"settings are numbers, text, None, paths, enums, tuples and lists of them: {error}"
+            ) from error
         for name, given in vars(self).items():
-            with suppress(TypeError):
-                if from_json(hints[name], to_json(given)) == given:
-                    continue
-            raise InputError(f"{flag(name)} {given!r} would not come back from args.json: its type is {hints[name]}.")
+            if kept[name] != given:
+                raise InputError(f"{flag(name)} {given!r} would come back from args.json as {kept[name]!r}: use that.")
         if self.init_heads != "keep" and not self.init_from:
             raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
         if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval:
@@ -192,13 +194,12 @@ def check_limits(args: Any) -> None:
     """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         given = getattr(args, name)
-        inner = get_args(hint)[1:] if isinstance(given, dict) else get_args(hint)  # a dict's keys have no limits
         for value in tree_leaves(given):
             if value is None:
                 continue
             if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
                 raise InputError(f"{flag(name)} {value} is too large.")
-            for each in (hint, *inner):
+            for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):
                     choices = ", ".join(map(str, get_args(each)))
                     raise InputError(f"{flag(name)} {value} is not known: use one of {choices}.")
@@ -207,29 +208,19 @@ def check_limits(args: Any) -> None:
                         raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
 
 
-def to_json(value: Any) -> Any:
-    """A setting, or a dataclass of settings, as args.json has it. Raises TypeError for what JSON cannot hold."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Enum):
-            return value.name
-        return str(value) if isinstance(value, PurePath) else vars(value)  # a dataclass
-
-    return json.loads(json.dumps(value, default=plain))
+def to_json(args: Any) -> dict[str, Any]:
+    """Settings as args.json has them. Raises TypeError for what JSON cannot hold."""
+    return json.loads(json.dumps(vars(args), default=lambda x: x.name if isinstance(x, Enum) else os.fspath(x)))
 
 
-def from_json(hint: Any, value: Any) -> Any:
-    """The setting, or dataclass, of type `hint` that `to_json` made `value` of, by tyro's parser. Raises TypeError."""
-    if isinstance(value, dict):
-        hints = get_type_hints(get_origin(hint) or hint)  # none for a dict
-        return hint(**{name: from_json(hints.get(name, str), each) for name, each in value.items()})
-    if not isinstance(value, str | list):
-        return value
-    try:
-        parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
-        return parser.instance_from_str([str(each) for each in tree_leaves(value)])
-    except Exception as error:  # tyro raises many kinds
-        raise TypeError(f"{value!r} is no {hint}") from error
+def from_json(args_class: type, saved: dict[str, Any]) -> Any:
+    """The settings of class `args_class` that `to_json` saved, by tyro's parser. Raises any error for others."""
+    hints, settings = get_type_hints(args_class), dict(saved)
+    for name, value in saved.items():
+        if name in hints and isinstance(value, str | list):
+            parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hints[name], set()))
+            settings[name] = parser.instance_from_str([str(each) for each in tree_leaves(value)])
+    return args_class(**settings)
 
 
 def preset_args(args_class: type, preset: str, **given: Any) -> Any:
@@ -267,7 +258,7 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
             raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
         try:
             args = from_json(args_class, saved | {"resume": None})
-        except TypeError as error:
+        except Exception as error:  # of tyro's, too
             raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
@@ -290,10 +281,9 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
         if own:
             shown = []
             for name, value in defaults.items():
-                hint = Annotated[hints[name], tyro.conf.arg(prefix_name=False)]
-                hint = hint if name in own else tyro.conf.Fixed[hint]
+                hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
                 shown.append((name, hint, field(default_factory=lambda value=value: value)))
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
             section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
-            sections.append((title, section, field(default_factory=section)))
+            sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
     return make_dataclass("Args", sections)

@@ -1,7 +1,5 @@
-"""The processes that make a run: one, or the ranks that torchrun starts, with environments of their own each.
-
-Ranks train one agent (data parallelism). NCCL connects GPUs, Gloo all else. Every rank makes the same calls in the same
-order. When a rank dies, the others get an error; torchrun stops them and, with `--max-restarts`, starts all again."""
+"""The processes that make a run: one, or the ranks that torchrun starts, with environments of their own each. Every
+rank makes the same calls in the same order. When one dies, the others get an error, and torchrun stops them."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -25,13 +23,10 @@ PER_HOST = {"runs_dir", "resume", "init_from", "num_threads", "device"}  # setti
 
 class World:
     """One process, or a rank among several; the methods are those of torch.distributed, and do nothing for one process.
-
-    Attributes: `rank` and `world_size`; `launcher`, the start of the command that repeats a run; `restarted`, whether
-    torchrun has started the ranks again, which then go on with their run."""
+    `launcher` starts the command that repeats a run. `restarted` ranks, by torchrun, go on with their run."""
 
     def __init__(self, device: torch.device):
-        self.rank, self.world_size = 0, 1
-        self.launcher, self.restarted = "python", False
+        self.rank, self.world_size, self.launcher, self.restarted = 0, 1, "python", False
         self.device, self.networks = device, []
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
         if not self.several:
@@ -71,16 +66,15 @@ class World:
         """Call `function` on rank zero. All ranks get its result, or raise its error."""
         if not self.several:
             return function()
-        result = error = None
-        if self.rank == 0:
-            try:
-                result = function()
-            except (InputError, TrainingError, OSError) as failure:
-                error = failure
-        sent, error = self.broadcast((result, error))
-        if error is not None:
-            raise error
-        return sent
+        result = None
+        try:
+            result = function() if self.rank == 0 else None
+        except (InputError, TrainingError, OSError) as error:
+            result = error
+        result = self.broadcast(result)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
@@ -131,8 +125,7 @@ class World:
                 connected(dist.broadcast, tensor, src=0)
 
     def all_reduce_gradients(self) -> None:
-        """Average the gradients of all broadcast networks over the ranks. Buffers become rank zero's, as in PyTorch's
-        DDP, except those that are `persistent=False`: what no `state_dict` holds is a rank's own."""
+        """Average the gradients of all broadcast networks over the ranks."""
         if not self.several:
             return
         gradients = [x.grad for network in self.networks for x in network.parameters() if x.grad is not None]
@@ -141,10 +134,8 @@ class World:
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
         for network in self.networks:
-            parameters = dict(network.named_parameters())
-            for name, buffer in network.state_dict().items():
-                if name not in parameters:
-                    connected(dist.broadcast, buffer, src=0)
+            for buffer in network.buffers():  # as in PyTorch's DDP: statistics of batch normalisation are rank zero's
+                connected(dist.broadcast, buffer, src=0)
 
     def destroy(self) -> None:
         """End the connections to the other ranks, once every rank is done."""

@@ -126,14 +126,6 @@ def gradients(folder: Path) -> None:
     found["scaled"] = torch.as_tensor(np.stack([normalizer(each, np.zeros((T, 4))) for each in rewards]))
     own = {"charts/first": 3.0} if world.rank == 0 else {"charts/second": 4.0, "losses/other": 5.0}
     found["means"] = world.all_reduce_mean({"losses/both": torch.tensor(world.rank)} | own)
-    network = torch.nn.Linear(1, 1)
-    network.register_buffer("shared", torch.tensor(world.rank))
-    network.register_buffer("own", torch.tensor(world.rank), persistent=False)
-    world.broadcast_parameters([network])
-    network.shared.fill_(world.rank + 7)
-    network(torch.ones(1)).backward()
-    world.all_reduce_gradients()
-    found["buffers"] = network.shared.item(), network.own.item()
     torch.save(found, folder / f"rank{world.rank}.pt")
     world.destroy()
 

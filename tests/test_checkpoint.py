@@ -414,75 +414,38 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     assert first == unchanged != changed
 
 
-KINDS = """
-from dataclasses import field
-from enum import Enum
-
-
-class Colour(Enum):
-    RED, BLUE = 1, 2
-
-
-@dataclass
-class Inner:
-    depth: Positive[int] = 2
-    wide: bool = False
-
-
-@dataclass
-class Args("""
-SETTINGS = """
-    sizes: tuple[Positive[int], ...] = (16, 32)
-    none: tuple[int, ...] | None = None
-    pair: tuple[Path, float] = (Path("a b"), 0.1)
-    names: list[str] = field(default_factory=list)
-    colour: Colour | None = Colour.RED
-    inner: Inner = field(default_factory=Inner)
-    weights: dict[Literal["a", "b"], float] = field(default_factory=lambda: {"a": 0.5})
-    learning_rate:"""
-
-
-def copy_of(folder, changes):
-    """The module of a copy of ppo.py, with texts in place of others."""
-    source = Path(ppo.__file__).read_text()
-    for old, new in changes.items():
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (folder / "idea.py").write_text(source)
-    return load_script(folder / "idea.py")
-
-
 def test_settings_of_all_kinds_come_back(tmp_path):
     """From args.json, a checkpoint, and the command that repeats a run."""
-    script, runs = (
-        copy_of(tmp_path, {"\n@dataclass\nclass Args(": KINDS, "\n    learning_rate:": SETTINGS}),
-        tmp_path / "r",
-    )
+    source = Path(ppo.__file__).read_text()
+    added = """
+    colour: Enum("Colour", "RED BLUE") | None = None
+    names: list[str] = field(default_factory=list)
+    pair: tuple[Path, float] = (Path("a b"), 0.1)
+    sizes: tuple[Positive[int], ...] = (16, 32)
+    learning_rate:"""
+    source = source.replace("import dataclass\n", "import dataclass, field\nfrom enum import Enum\n")
+    (tmp_path / "idea.py").write_text(source.replace("\n    learning_rate:", added, 1))
+    script, runs = load_script(tmp_path / "idea.py"), tmp_path / "runs"
     default = script.Args(**vars(make_args(ppo, runs, **NEVER, total_timesteps=96, resume="auto", precision=AUTO)))
-    words = "--sizes 8 4 2 --none 3 --pair c/d 1e-3 --names x 'y z' --colour BLUE --inner.depth 3 --inner.wide"
-    changed = parse(script.Args, [*flags(default), *shlex.split(f"{words} --weights.a 0.25")])
-    assert (changed.sizes, changed.pair, changed.colour) == ((8, 4, 2), (Path("c/d"), 1e-3), script.Colour.BLUE)
-    assert (changed.names, changed.inner, changed.weights) == (["x", "y z"], script.Inner(3, True), {"a": 0.25})
+    words = [*flags(default), *shlex.split("--sizes 8 4 2 --pair c/d 1e-3 --names x 'y z' --colour BLUE")]
+    changed = parse(script.Args, words)
+    assert (changed.sizes, changed.pair, changed.names) == ((8, 4, 2), (Path("c/d"), 1e-3), ["x", "y z"])
     for args in (default, changed):
         with stopping(script, "update", 2), pytest.raises(KeyboardInterrupt):
             script.main(args)
         ((path, _),) = runs_of(args, os.path.relpath(script.__file__, ROOT))
         assert parse(script.Args, ["--resume", str(path)]) == replace(args, resume=str(path))
         assert script.main(args) == path
-        assert resumed_at(path) == [32]
         assert load_agent(path)[1] == replace(args, resume=None)
         assert parse(script.Args, shlex.split(read_json(path / "meta.json")["command"])[2:]) == replace(
             args, resume=None
         )
-    use = "would not come back from args.json: its type is "
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
-        ({"sizes": [16, 32]}, f"--sizes [16, 32] {use}tuple[int, ...]."),
-        ({"names": [1]}, f"--names [1] {use}"),
-        ({"names": {"x"}}, f"--names {{'x'}} {use}"),
-        ({"pair": ("a", 1.0)}, f"--pair ('a', 1.0) {use}"),
-        ({"runs_dir": Path("x")}, f"--runs-dir PosixPath('x') {use}"),
-        ({"seed": np.int64(3)}, f"--seed 3 {use}<class 'int'>"),
+        ({"sizes": [16, 32]}, "--sizes [16, 32] would come back from args.json as (16, 32)"),
+        ({"names": {"x"}}, "settings are numbers, text, None, paths, enums, tuples and lists of them: "),
+        ({"runs_dir": Path("x")}, "--runs-dir PosixPath('x') would come back from args.json as 'x'"),
+        ({"seed": np.int64(3)}, "settings are numbers"),
     ):
         with pytest.raises(InputError, match=re.escape(words)):
             script.main(replace(default, **changes))

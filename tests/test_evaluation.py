@@ -44,7 +44,7 @@ def held_out(env_id, num_envs):
 
 def evaluator_of(**settings):
     args = make_args(ppo, ".", **{"env_id": "coinrun", "eval_interval": 1} | settings)
-    return Evaluator(args, Player(Categorical(torch.ones(15))), CPU, ppo.make_envs)
+    return Evaluator(args, None, CPU, ppo.make_envs)
 
 
 def returns_of(played):
@@ -139,15 +139,6 @@ def test_draws_are_those_of_a_generator_of_their_own(dist):
     assert torch.equal(drawn[0], others)
 
 
-def test_what_an_agent_cannot_do_shows_at_the_start(tmp_path, monkeypatch):
-    """Its distribution has no mode, say, which no training needs."""
-    monkeypatch.setattr(ppo.Agent, "get_action_dist", lambda agent, obs, state=None: (object(), state))
-    args = make_args(ppo, tmp_path / "runs", env_id="CartPole-v1", eval_interval=10**9)
-    with pytest.raises(AttributeError, match="sample"):
-        ppo.main(args)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_levels_are_those_asked_for():
     """With 0 levels, those of the full distribution, drawn otherwise than in training."""
     many = {"eval_episodes": 64, "num_envs": 64}
@@ -199,7 +190,7 @@ def test_an_evaluated_run_is_the_same_run(script, tmp_path):
 def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     """Environments 0 and 2 play starpilot, 1 and 3 coinrun."""
     returns = {False: np.array([[10.0, 20], [5, 10], [30, 40], [0, 5]]), True: np.full((4, 2), 8.0)}
-    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, *_: episodes_with(returns[greedy]))
+    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, _: episodes_with(returns[greedy]))
     args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
     path = ppo.main(args)
     rows = read_csv(path / "eval.csv")
