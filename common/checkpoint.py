@@ -1,7 +1,5 @@
-"""Saving, finding, resuming and loading runs. A resumed run equals one that was never interrupted.
-
-After an iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
-to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when a signal or an error ends the run."""
+"""Saving, finding, resuming and loading runs. A resumed run equals one that was never interrupted. After an iteration,
+all that the rest of it depends on is copied into memory; files are written now and then, and at the run's end."""
 
 import io
 import math
@@ -21,7 +19,6 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_map_only
 
 from common import InputError, TrainingError
@@ -64,7 +61,7 @@ def read_archive(path: Path) -> dict[str, Any]:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
             if archive.testzip() or changed:
                 raise zipfile.BadZipFile
-        with safe_globals(NUMPY):
+        with torch.serialization.safe_globals(NUMPY):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
@@ -80,11 +77,10 @@ def write_archive(path: Path, content: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     buffer.seek(0)
-    with safe_globals(NUMPY):
-        foreign = ", ".join(get_unsafe_globals_in_checkpoint(buffer))
+    with torch.serialization.safe_globals(NUMPY):
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if foreign:
-        kinds = "tensors, NumPy arrays, numbers, text, None, and lists, tuples and dicts of them"
-        raise InputError(f"a checkpoint cannot hold {foreign}: make each state_dict of {kinds}.")
+        raise InputError(f"a checkpoint cannot hold {', '.join(foreign)}: use tensors, NumPy arrays, numbers and text.")
     write_atomically(path, buffer.getbuffer())
 
 
@@ -124,8 +120,7 @@ class RandomStates:
 
 class ReplayedPhase:
     """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
-    again, from `phase.start`, the environments' states. Observations of environments that are not `replayable` are
-    saved. `phase` has the rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored."""
+    again, from `phase.start`, the environments' states. Observations of those that are not `replayable` are saved."""
 
     def __init__(self, phase: Any, envs: Envs):
         self.phase, self.envs = phase, envs
@@ -157,8 +152,7 @@ class ReplayedPhase:
 
 
 class Checkpoints:
-    """Copies of a run's state, in memory after iterations and on disk from time to time. `parts` are whatever has a
-    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`."""
+    """Copies of the state of a run's `parts`, which have a `state_dict`; "agent" is also written as `model.pt`."""
 
     def __init__(self, run: Run, parts: dict[str, Any]):
         self.run, self.parts, self.world = run, parts, run.world
@@ -175,8 +169,7 @@ class Checkpoints:
             self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
-        """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
-        TrainingError if a parameter is NaN or infinite; the copy before this one stays."""
+        """Copy the state after `step` steps; write it if it is time. Raises TrainingError for a NaN parameter."""
         networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
         sums = {f"{name}.{inner}": x.sum() for name, part in networks.items() for inner, x in part.named_parameters()}
         require_finite(step, sums)  # a sum is NaN or infinite if a number is
@@ -217,8 +210,8 @@ class Checkpoints:
         write_archive(self.run.path / name, self.head | {"agent": copy_to_cpu(weights), "step": step})
 
     def close(self, error: BaseException | None) -> None:
-        """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
-        complete but its last checkpoint cannot be written. To an `error` of that class it adds how to resume."""
+        """Write the newest copy and close the folder. Raises TrainingError if a complete run's cannot be written, or to
+        add to an `error` of that class how to resume."""
         run, unwritten = self.run, []
         try:
             if self.world.rank == 0 and not isinstance(error, InputError):
@@ -259,10 +252,8 @@ class Resumed(NamedTuple):
 
 
 def find_run(args: Any, script: str, world: World) -> Resumed | None:
-    """Find, lock and read the run that `--resume` asks for; None for a new run. `auto` takes the newest run in
-    `--runs-dir` that is unfinished, not in use, and has the same settings and number of ranks. Ranks that torchrun has
-    restarted go on with the run that they were making. Raises InputError if there is no such run, it has no readable
-    checkpoint or is in use, or a setting differs that must not change."""
+    """Find, lock and read the run that `--resume` asks for, or that restarted ranks were making; None for a new run.
+    Raises InputError if there is no such run, it cannot be read or is in use, or a setting must not be changed."""
     if args.resume not in (None, "auto"):
         return read_run(Path(args.resume), args, script, world)
     if args.resume is None and not world.restarted:
@@ -278,9 +269,8 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
 
 
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
-    """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended. Of the
-    settings that a resumed run may change, the number of steps must be the same, and if `args` ask for evaluations, so
-    must the evaluations: a run cannot make up for those that it has gone past."""
+    """Run folders in --runs-dir with the settings of `args`, also of steps and evaluations (a run cannot make up for
+    those that it has gone past), the newest first, and whether each run has ended."""
     may_differ = MAY_CHANGE - {"total_timesteps"}
     if args.eval_interval:
         may_differ -= {name for name in vars(args) if name.startswith("eval_")}
@@ -294,9 +284,8 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
-    """Names of the settings of `args` that differ from `settings`, but for those that may. A setting that is not there
-    is of a later version than `settings`, which had its default."""
-    defaults = to_json(type(args)())
+    """Names of the settings of `args` that differ from `settings`, but for those that may."""
+    defaults = to_json(type(args)())  # which an older version had, where it lacks a setting
     fixed = {name: value for name, value in to_json(args).items() if name not in may_differ}
     return [name for name, value in fixed.items() if settings.get(name, defaults[name]) != value]
 
@@ -343,11 +332,9 @@ def read_model(source: Path | str) -> dict[str, Any]:
 
 
 def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "policy", "reset"] = "keep") -> None:
-    """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
-
-    With `heads` "policy" the agent's `value_heads` keep their own parameters, with "reset" its `policy_heads`, too. A
-    note names what does not fit and stays as it is. A further value head that `source` lacks starts as the first: a
-    new one would inflate the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
+    """Give `agent` the parameters that fit of `source`, which `--init-from` names, but for its `value_heads` (`heads`
+    "policy") and `policy_heads` ("reset"). A further value head that `source` lacks starts as the first: a new one
+    would inflate the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
     own, weights = agent.state_dict(), read_model(source)["agent"]
     first, *others = agent.value_heads
     for name in [name for name in weights if name.startswith(f"{first}.")]:
@@ -366,9 +353,8 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
 def load_agent(
     source: Path | str, device: torch.device | str = "cpu", script: Path | str | None = None
 ) -> tuple[torch.nn.Module, Any, Callable]:
-    """The agent in a run folder, model or checkpoint, in evaluation mode, its settings (the script's `Args`), and the
-    script's `make_envs`. `script` is another script to take them from, such as the copy in a run folder. A note says if
-    the script has changed since. Raises InputError if there is no agent, or if it does not fit the script."""
+    """The agent in a run folder, model or checkpoint, in evaluation mode, its settings, and its script's `make_envs`.
+    `script` names another, such as the copy in a run folder. Raises InputError if it does not fit, or there is none."""
     model = read_model(source)
     path = ROOT / model["script"] if script is None else Path(script)
     try:
@@ -383,9 +369,8 @@ def load_agent(
         agent.load_state_dict(model["agent"])
     except (OSError, ImportError, AttributeError, TypeError, RuntimeError) as error:  # no such script, flags or network
         reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"{source} is of another {path.name} ({reason}): use its commit, or name its script."
-        ) from error
+        other = f"another {path.name} ({reason})"
+        raise InputError(f"{source} is of {other}: use its commit, or name its script.") from error
     accelerate(agent, "eager")
     return agent.eval(), args, module.make_envs
 

@@ -43,8 +43,7 @@ class HeldOut:
 
     @torch.no_grad()
     def play(self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda n: 0) -> list[list[Episode]]:
-        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones.
-        After each step, `on_step` gets the number of finished episodes."""
+        """The first `quota` episodes of each environment, as the first that end anywhere over-sample short ones."""
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
@@ -110,8 +109,7 @@ class Evaluator:
         self.close = self.held_out.envs.close
 
     def __call__(self, step: int, run: Run) -> bool:
-        """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones. Return
-        whether it is the best so far, by the return of sampled actions."""
+        """Tell `run` how the agent plays. Return whether it is the best so far, by the return of sampled actions."""
         metrics, rows, shown, total = {}, [], [], self.held_out.envs.num_envs * self.quota
         for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
             played = self.held_out.play(self.agent, self.quota, greedy, lambda n: run.show(f"evaluation {n}/{total}"))
@@ -124,9 +122,8 @@ class Evaluator:
             else:
                 metrics |= {f"{tag}/episodic_return/{game}": each["episodic_return"] for game, each in by_game.items()}
             shown.append(describe(means["episodic_return"], means["level_complete"]))
-        score = float(metrics["eval/episodic_return"])
-        best = score > run.best_return
-        run.best_return = max(run.best_return, score)
+        best = metrics["eval/episodic_return"] > run.best_return
+        run.best_return = max(run.best_return, float(metrics["eval/episodic_return"]))
         run.write(step, metrics, {"eval.csv": [(*row, int(best)) for row in rows]})
         run.note(f"evaluation at step {step:,}: {shown[0]} (likeliest actions: {shown[1]}); training: {run.summary()}")
         return best

@@ -31,9 +31,8 @@ def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
 
 
 class PolicyHead(nn.Module):
-    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
-    P is the number of actions (`Discrete`) or of bits (`MultiBinary`). For a `Box` it is twice its size: the means, and
-    the logarithms of standard deviations that do not depend on the observation."""
+    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads: of
+    each action or bit, or the means for a `Box` and logarithms of standard deviations that no observation changes."""
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
         super().__init__()

@@ -46,9 +46,8 @@ LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
 
 class Run:
-    """One run's folder (README.md lists what it holds) and its progress display. Rank zero writes, for all ranks.
-    `script` is the script's path from the repository's root, `resumed` what `find_run` returned. Raises OSError if the
-    folder cannot be written, InputError if Weights & Biases refuses."""
+    """One run's folder (README.md lists what it holds) and progress, by rank zero. `script` is its path from the root.
+    Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses."""
 
     def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
@@ -92,8 +91,8 @@ class Run:
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
         self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
         if not resumed:
-            table = "\n".join(f"|{key}|{value}|" for key, value in settings.items())
-            self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
+            rows = [f"|{key}|{value}|" for key, value in settings.items()]
+            self.writer.add_text("hyperparameters", "\n".join(["|setting|value|", "|-|-|", *rows]))
         return path
 
     def make_meta(self, resumed: Any) -> dict[str, Any]:
@@ -125,8 +124,7 @@ class Run:
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
 
     def cut_log(self, file: Path, header: str) -> None:
-        """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short. A log
-        of an older version gets the columns that it lacks, without values."""
+        """Drop the rows after the checkpoint's step and a last line cut short. Add columns that an older log lacks."""
         if not file.exists():
             print(f"warning: {file} is gone and starts anew", file=sys.stderr)
             return
@@ -187,17 +185,15 @@ class Run:
                 self.recent_complete.append(episode.level_complete)
 
     def log(self, step: int, metrics: Mapping[str, Any], whole: bool = True) -> None:
-        """Write the means over the ranks, which all call this, of an iteration's metrics, and show the progress.
-        `whole` says that the steps so far have had all the work that belongs to them, so that they tell the speed.
-        Charts that are NaN are left out. Raises TrainingError if another metric is, or nothing can be written."""
+        """Write the means over the ranks, which all call this, of an iteration's metrics; show the progress. Steps tell
+        the speed if they are `whole`, with all their work. Raises TrainingError as `require_finite` and `write`."""
         self.flush()
         values = require_finite(step, self.world.all_reduce_mean(metrics))
-        values["charts/SPS"] = step / (time.monotonic() - self.start)
+        values |= {"charts/SPS": step / (time.monotonic() - self.start), "charts/last_100_return": mean(self.recent)}
         solved = None
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        values["charts/last_100_return"] = returns[-1]
         self.write(step, values, {"progress.csv": [(*returns, solved)], "metrics.csv": [*values.items()]})
         self.new_returns.clear()
         self.now_at = step
@@ -217,8 +213,7 @@ class Run:
         print(line, flush=True)
 
     def show(self, phase: str = "", last: bool = False) -> None:
-        """Show a line of progress: the same again and again on a terminal, elsewhere a new one now and then. `phase` is
-        what goes on, such as "learning 3/24"."""
+        """Show a line of progress: the same again on a terminal, elsewhere a new one now and then, with its `phase`."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
         if self.world.rank > 0 or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
             return
@@ -241,8 +236,7 @@ class Run:
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
 
     def close(self, error: BaseException | None) -> None:
-        """Close all files and unlock the folder. Print a summary, unless an error ended the run. Raises OSError if the
-        end of a complete run cannot be noted. All is still open then."""
+        """Close all files and unlock the folder. Raises OSError, with all open, if a run's end cannot be noted."""
         if self.world.rank > 0:
             return
         if error is None:
@@ -263,8 +257,7 @@ class Run:
 
 
 def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    """The metrics as numbers, read from a device together, without charts that are NaN or infinite. Raises
-    TrainingError for another metric that is."""
+    """The metrics as numbers, without charts that are NaN or infinite. Raises TrainingError for others that are."""
     tensors = {tag: value.double() for tag, value in metrics.items() if isinstance(value, torch.Tensor)}
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
     values = {**metrics, **dict(zip(tensors, numbers, strict=True))}
@@ -345,8 +338,7 @@ def make_run_dir(args: Any) -> Path:
 
 
 def lock_folder(path: Path, note: bool = True) -> IO:
-    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if it is in use.
-    Where the file system has no locks, it is as if locked, and a `note` says so."""
+    """Lock a run's folder until the returned file is closed, if there are locks. Raises InputError if it is in use."""
     file = (path / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

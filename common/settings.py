@@ -32,7 +32,6 @@ Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < mat
 NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 InitFn = Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"]
-Threads = Annotated[int, Limits("a number from 0 to 1024", lambda value: 0 <= value <= 1024)]
 Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
 
 
@@ -68,7 +67,7 @@ class EnvArgs(ProcgenArgs):
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: NotNegative[int] = 0
     """first Procgen level to train on (needs --num-levels)"""
-    num_threads: Threads | None = None
+    num_threads: Annotated[int, Limits("a number from 0 to 1024", lambda value: 0 <= value <= 1024)] | None = None
     """C++ threads that step Procgen's environments (IMPALA: of each actor); None: one a core, at most 8"""
     num_envs: Positive[int] = 64
     """number of environments, of each rank (N); IMPALA's actors share them evenly"""
@@ -170,9 +169,7 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
         try:
             kept = vars(from_json(type(self), to_json(self)))
         except Exception as error:  # of JSON's or of tyro's, which are of many kinds
-            raise InputError(
-                f"settings are numbers, text, None, paths, enums, tuples and lists of them: {error}"
-            ) from error
+            raise InputError(f"settings are numbers, text, None, paths, enums, tuples and lists: {error}") from error
         for name, given in vars(self).items():
             if kept[name] != given:
                 raise InputError(f"{flag(name)} {given!r} would come back from args.json as {kept[name]!r}: use that.")
@@ -193,16 +190,14 @@ def flag(name: str) -> str:
 def check_limits(args: Any) -> None:
     """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        given = getattr(args, name)
-        for value in tree_leaves(given):
+        for value in tree_leaves(getattr(args, name)):
             if value is None:
                 continue
             if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
                 raise InputError(f"{flag(name)} {value} is too large.")
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):
-                    choices = ", ".join(map(str, get_args(each)))
-                    raise InputError(f"{flag(name)} {value} is not known: use one of {choices}.")
+                    raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(get_args(each))}.")
                 for limits in getattr(each, "__metadata__", ()):
                     if isinstance(limits, Limits) and not limits.holds(value):
                         raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
@@ -244,8 +239,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
-    """`args_class` as the command line (or `words`) sets it. Flags that are not given have the values of the run that
-    `--resume RUN_DIR` names, of the `--preset`, or the defaults. Raises InputError if that run's cannot be read."""
+    """`args_class` as the command line (or `words`) sets it, else as `--resume RUN_DIR`, `--preset` or the defaults."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     early.add_argument("--resume")

@@ -66,7 +66,6 @@ class World:
         """Call `function` on rank zero. All ranks get its result, or raise its error."""
         if not self.several:
             return function()
-        result = None
         try:
             result = function() if self.rank == 0 else None
         except (InputError, TrainingError, OSError) as error:

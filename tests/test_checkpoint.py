@@ -443,7 +443,7 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
         ({"sizes": [16, 32]}, "--sizes [16, 32] would come back from args.json as (16, 32)"),
-        ({"names": {"x"}}, "settings are numbers, text, None, paths, enums, tuples and lists of them: "),
+        ({"names": {"x"}}, "settings are numbers, text, None, paths, enums, tuples and lists: "),
         ({"runs_dir": Path("x")}, "--runs-dir PosixPath('x') would come back from args.json as 'x'"),
         ({"seed": np.int64(3)}, "settings are numbers"),
     ):
