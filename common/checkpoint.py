@@ -210,8 +210,7 @@ class Checkpoints:
         write_archive(self.run.path / name, self.head | {"agent": copy_to_cpu(weights), "step": step})
 
     def close(self, error: BaseException | None) -> None:
-        """Write the newest copy and close the folder. Raises TrainingError if a complete run's cannot be written, or to
-        add to an `error` of that class how to resume."""
+        """Write the newest copy and close the folder. Raises TrainingError if that fails, or `error` with advice."""
         run, unwritten = self.run, []
         try:
             if self.world.rank == 0 and not isinstance(error, InputError):
@@ -367,10 +366,11 @@ def load_agent(
         envs.close()
         agent = module.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.load_state_dict(model["agent"])
-    except (OSError, ImportError, AttributeError, TypeError, RuntimeError) as error:  # no such script, flags or network
+    except InputError:
+        raise
+    except (OSError, ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:  # script or network
         reason = str(error).partition("\n")[0]
-        other = f"another {path.name} ({reason})"
-        raise InputError(f"{source} is of {other}: use its commit, or name its script.") from error
+        raise InputError(f"{source} is of another {path.name} ({reason}): use its commit or script.") from error
     accelerate(agent, "eager")
     return agent.eval(), args, module.make_envs
 

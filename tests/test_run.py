@@ -218,6 +218,7 @@ def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
     for change, words in (
         ({"script": "no_script.py"}, r"some\.pt is of another no_script.py"),
         ({"args": model["args"] | {"wings": 2}}, "is of another .*wings"),
+        ({"args": model["args"] | {"init_fn": "gone"}}, "is of another .*not in"),
         ({"agent": weights}, "is of another .*state_dict"),
     ):
         torch.save(model | change, tmp_path / "some.pt")
