@@ -20,8 +20,7 @@ Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, 
 2. The other defaults, too, are nearer to ppo.py's. The agent learns far more from a step (benchmarks/NOTES.md).
 3. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
    (0.1) and the gradient's norm limit (40) by T x B. Set both again when you change T or B.
-4. PyTorch adds RMSProp's epsilon outside the root, and its mean square starts at 0. TensorFlow's 0.01 inside the root
-   corresponds to 0.1 outside of it, and its mean square starts at 1.
+4. RMSProp's epsilon is outside the root, where TensorFlow's 0.01 equals 0.1. The mean square starts at 0, not at 1.
 5. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL.
    rlax multiplies the bracket by lambda, too.
 6. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
@@ -147,7 +146,7 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
             raise InputError(f"--num-envs {self.num_envs} cannot be shared by {each}: use a multiple of {share}.")
         if self.num_minibatches > self.samples or self.iteration_steps == 1:
             drawn = f"the {self.samples} {'unrolls' if self.use_lstm else 'steps'} of --sample-fraction"
-            raise InputError(f"--num-minibatches {self.num_minibatches} is too many for {drawn}: change one.")
+            raise InputError(f"--num-minibatches {self.num_minibatches} is too many for {drawn}: raise --batch-size.")
         if not 0 < self.c_bar <= self.rho_bar or self.pg_rho_bar <= 0:
             given = f"--rho-bar {self.rho_bar}, --c-bar {self.c_bar}, --pg-rho-bar {self.pg_rho_bar}"
             raise InputError(f"{given} cannot work: use numbers above 0 with --c-bar not above --rho-bar.")
@@ -423,7 +422,6 @@ def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
 
 def treat_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
     """Rewards [T, B] as `--norm-reward` says. Statistics take in the returns of the whole batch before they scale it.
-
     Unroll b is of environment `envs[b]`; unrolls of one environment follow each other in time. The learner does this,
     so that the statistics of a checkpoint are those of the batches that it has learnt from."""
     if normalizer.norm_reward == "clip":
@@ -617,6 +615,7 @@ def main(args: Args) -> Path:
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         if args.optimizer == "rmsprop":
             optimizer = RMSprop(agent.parameters(), args.learning_rate, alpha=0.99, eps=args.rmsprop_eps)
+        rates = [group["lr"] for group in optimizer.param_groups]
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         progress = Kept(history=[], ends={})  # metrics since the last row; environments' states after their last unroll
@@ -637,8 +636,9 @@ def main(args: Args) -> Path:
             threads.start()
 
         while step < run.total_steps:
-            learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
-            optimizer.param_groups[0]["lr"] = learning_rate
+            if args.anneal_lr:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * (1 - step / run.total_steps)
 
             # ---- collect
             if args.num_actors:
@@ -666,6 +666,7 @@ def main(args: Args) -> Path:
             progress.history.append(metrics)
             progress.ends = progress.ends | {experience.env: experience.end for experience in experiences}
             if step % args.log_interval < session.iteration_steps or step >= run.total_steps:
+                learning_rate = optimizer.param_groups[0]["lr"]
                 run.log(step, mean_metrics(progress.history) | {"charts/learning_rate": learning_rate})
                 progress.history = []
             session.evaluate(step)

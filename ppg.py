@@ -445,11 +445,10 @@ def update(
             metrics["losses/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             each_optimizer.step()
             history.append(metrics)
-        if (
-            args.target_kl is not None
-            and run.world.all_reduce_mean(metrics).get("losses/approx_kl", 0) > args.target_kl
-        ):
-            break
+        if args.target_kl is not None:
+            kl = run.world.all_reduce_mean(metrics).get("losses/approx_kl", 0)  # of a policy pass
+            if kl > args.target_kl:
+                break
     first = 0 if args.e_policy == args.e_value else args.e_value * args.num_minibatches  # step of a policy pass
     return mean_metrics(history) | {
         "losses/initial_ratio_deviation": history[first]["losses/ratio_deviation"],
@@ -548,6 +547,8 @@ def main(args: Args) -> Path:
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         value_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         aux_optimizer = Adam(agent.parameters(), args.aux_learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
+        optimizers = optimizer, value_optimizer, aux_optimizer
+        rates = [group["lr"] for each in optimizers for group in each.param_groups]
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, epochs=args.e_value)
@@ -562,11 +563,10 @@ def main(args: Args) -> Path:
         obs = to_device(envs.obs, device).to(rollout.obs.dtype)
 
         while step < run.total_steps:
-            left = 1 - step / run.total_steps if args.anneal_lr else 1
-            learning_rate = args.learning_rate * left
-            optimizer.param_groups[0]["lr"] = learning_rate
-            value_optimizer.param_groups[0]["lr"] = learning_rate
-            aux_optimizer.param_groups[0]["lr"] = args.aux_learning_rate * left
+            if args.anneal_lr:
+                groups = [group for each in optimizers for group in each.param_groups]
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate * (1 - step / run.total_steps)
 
             # ---- collect
             obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
@@ -590,7 +590,7 @@ def main(args: Args) -> Path:
                 phase.begin(envs)
 
             # ---- log
-            run.log(step, metrics | {"charts/learning_rate": learning_rate}, whole=phase.length == 0)
+            run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]}, whole=phase.length == 0)
             session.evaluate(step)
             session.save(step)
     return run.path

@@ -379,6 +379,7 @@ def main(args: Args) -> Path:
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         accelerate(agent, args.accelerate)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
+        rates = [group["lr"] for group in optimizer.param_groups]
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, epochs=args.update_epochs)
@@ -389,8 +390,9 @@ def main(args: Args) -> Path:
         obs = to_device(envs.obs, device).to(rollout.obs.dtype)
 
         while step < run.total_steps:
-            learning_rate = args.learning_rate * (1 - step / run.total_steps) if args.anneal_lr else args.learning_rate
-            optimizer.param_groups[0]["lr"] = learning_rate
+            if args.anneal_lr:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * (1 - step / run.total_steps)
 
             # ---- collect
             obs, step = collect(agent, envs, rollout, obs, step, reward_normalizer, run)
@@ -407,7 +409,7 @@ def main(args: Args) -> Path:
             metrics |= update(agent, optimizer, batch, args, run)
 
             # ---- log
-            run.log(step, metrics | {"charts/learning_rate": learning_rate})
+            run.log(step, metrics | {"charts/learning_rate": optimizer.param_groups[0]["lr"]})
             session.evaluate(step)
             session.save(step)
     return run.path

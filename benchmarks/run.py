@@ -3,7 +3,7 @@
     python benchmarks/run.py --algorithms ppo impala --env-ids starpilot fruitbot --seeds 2 --total-timesteps 1000000
     python benchmarks/run.py --algorithms ppg --protocol hard-500 --devices cuda:0 cuda:1 --runs-per-device 2
     python benchmarks/run.py --algorithms ppo --scripts my_idea.py --dry-run -- --precision bf16 --anneal-lr
-    python benchmarks/run.py --launcher slurm --slurm-partition gpu --slurm-gpus 1 --slurm-at-a-time 8
+    python benchmarks/run.py --launcher slurm --slurm-partition gpu --slurm-gpus 1 --sweep learning-rate 5e-4 1e-3
 
 What follows `--` goes to the scripts. Each run is `python <algorithm>.py ... --resume auto` in a process of its own,
 which prints to `<runs-dir>/logs/`. A finished run of the same settings in --runs-dir is skipped, an unfinished one goes
@@ -73,8 +73,10 @@ class Args:
     """scripts of your own to run, in any folder: changed copies of those"""
     env_ids: tuple[str, ...] = ("starpilot",)
     """Procgen games, or other tasks"""
+    sweep: tuple[str, ...] = ()
+    """a flag of the scripts and its values: a run for each, with the flag and the value in its --exp-name"""
     seeds: Positive[int] = 3
-    """runs of each algorithm on each game: seeds 1, 2, ..."""
+    """runs of each algorithm on each game (and value of --sweep): seeds 1, 2, ..."""
     protocol: Literal[*PROTOCOLS] = "easy-all"
     """difficulty, number of levels to train on, and length of a run"""
     total_timesteps: Positive[int] | None = None
@@ -122,10 +124,11 @@ class Job:
     path: Path | None = None  # of the run folder, once there is one
     attempts: int = 0
     note: str = ""
+    swept: str = ""  # the value of --sweep
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm} {self.settings.env_id} {self.settings.seed}"
+        return f"{self.algorithm} {self.settings.env_id} {self.settings.seed} {self.swept}".rstrip()
 
     def command(self, runs_dir: str) -> list[str]:
         return [f"{self.algorithm}.py", *self.words, "--runs-dir", runs_dir, "--resume", "auto"]
@@ -140,24 +143,25 @@ class Job:
 
 
 def make_jobs(args: Args) -> list[Job]:
-    """A job for each seed, game and algorithm, in this order, so that one seed of all is there first. Raises InputError
-    for settings that cannot work; for a flag that no script has, tyro exits with a message."""
+    """A job for each seed, game, algorithm and value of --sweep, in this order, so that one seed of all is there first.
+    Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message."""
     check_limits(args)
     algorithms = [*args.algorithms, *(os.path.relpath(path, ROOT).removesuffix(".py") for path in args.scripts)]
     algorithms = algorithms or ["ppo", "ppg", "impala"]
-    for name, values in {"algorithms": algorithms, "env_ids": args.env_ids}.items():
-        if not values:
+    swept, *values = [args.sweep[0].replace("_", "-"), *args.sweep[1:]] if args.sweep else ("", "")
+    for name, several in {"algorithms": algorithms, "env_ids": args.env_ids, "sweep": values}.items():
+        if not several:
             raise InputError(f"{flag(name)} is empty: name one at least.")
-        if twice := [value for value, count in Counter(values).items() if count > 1]:
+        if twice := [value for value, count in Counter(several).items() if count > 1]:
             raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
-    for word in args.extra:
+    for word in (*args.extra, f"--{swept}"):
         if word.partition("=")[0].replace("_", "-") in OWN_FLAGS:
-            raise InputError(f"{word} cannot come after --: it is for this script to give to each run.")
+            raise InputError(f"{word} cannot be given here: this script gives it to each run.")
     for launcher, names in LAUNCHER_FLAGS.items():
         given = [name for name in names if getattr(args, name) != getattr(Args, name)]
         if given and launcher != args.launcher:
             raise InputError(f"{flag(given[0])} is for --launcher {launcher}: leave it out.")
-    defaults = {algorithm: default_settings(f"{algorithm}.py") for algorithm in algorithms}
+    classes = {algorithm: type(default_settings(f"{algorithm}.py")) for algorithm in algorithms}
     for env_id in args.env_ids:
         check_env_id(env_id)  # the scripts may have registered it
     levels, length, eval_interval = PROTOCOLS[args.protocol]
@@ -165,16 +169,26 @@ def make_jobs(args: Args) -> list[Job]:
     common += ["--total-timesteps", str(args.total_timesteps or length)]
     common += ["--eval-interval", str(eval_interval)] if eval_interval else []
     common += args.extra
-    parsed = {name: parse(type(default), common) for name, default in defaults.items()}
-    jobs = []
-    for seed, env_id, algorithm in itertools.product(range(1, args.seeds + 1), args.env_ids, algorithms):
-        settings = replace(parsed[algorithm], env_id=env_id, seed=seed)
+    kinds, jobs = [], []
+    for algorithm, value in itertools.product(algorithms, values):
+        words = common + sweep_words(swept, value, parse(classes[algorithm], common).exp_name)
+        kinds.append((algorithm, value, words, parse(classes[algorithm], words)))
+    for seed, env_id, kind in itertools.product(range(1, args.seeds + 1), args.env_ids, kinds):
+        algorithm, value, words, settings = kind
+        settings = replace(settings, env_id=env_id, seed=seed)
         settings.validate()
         check_envs(settings, settings.num_envs)
         if settings.eval_interval:
             held_out_settings(settings)
-        jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *common], settings))
+        jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *words], settings, swept=value))
     return jobs
+
+
+def sweep_words(swept: str, value: str, exp_name: str) -> list[str]:
+    """The words that give flag `swept` a value, and its run a name that says so."""
+    switches = {"True": [f"--{swept}"], "False": [f"--no-{swept}"]}
+    words = switches.get(value, [f"--{swept}", *shlex.split(value)])
+    return [*words, "--exp-name", f"{exp_name}-{swept}-{value}".replace(" ", "-")] if swept else []
 
 
 def default_settings(script: str) -> RunArgs:

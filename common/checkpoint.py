@@ -1,15 +1,13 @@
-"""Saving, finding, resuming and loading runs. A resumed run equals one that was never interrupted.
+"""Saving, finding, resuming and loading runs. A resumed run equals one that was never interrupted. After an iteration,
+all that the rest of it depends on is copied into memory; files are written now and then, and at the run's end."""
 
-After an iteration, `Checkpoints.save` copies all that the rest of the run depends on into memory. The copy is written
-to `<run>/checkpoints/<step>.pt` every `--checkpoint-interval` minutes, and when a signal or an error ends the run."""
-
-import dataclasses
 import io
 import math
 import os
 import random
 import re
 import shlex
+import shutil
 import sys
 import time
 import zipfile
@@ -27,12 +25,14 @@ from common import InputError, TrainingError
 from common.envs import Envs
 from common.fast import accelerate
 from common.run import ROOT, Run, lock_folder, require_finite, sha256, write_atomically
-from common.settings import flag, read_json
+from common.settings import flag, from_json, read_json, to_json
 from common.world import World
 
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
 RANKS_COPY_SECONDS = 10  # between copies with several ranks: to send 64 states of Procgen takes up to 100 ms
+NUMPY = [bytes, np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]  # and of each number:
+NUMPY += {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
 CONTENT = {"format": int, "script": str, "args": dict, "step": int, "run": dict, "ranks": list}
 
 
@@ -61,7 +61,8 @@ def read_archive(path: Path) -> dict[str, Any]:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
             if archive.testzip() or changed:
                 raise zipfile.BadZipFile
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(NUMPY):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
@@ -72,14 +73,21 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 def write_archive(path: Path, content: dict[str, Any]) -> None:
+    """Write a file for `read_archive`. Raises InputError for what that would refuse."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
+    buffer.seek(0)
+    with torch.serialization.safe_globals(NUMPY):
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if foreign:
+        raise InputError(f"a checkpoint cannot hold {', '.join(foreign)}: use tensors, NumPy arrays, numbers and text.")
     write_atomically(path, buffer.getbuffer())
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples that shares no tensor with `value`."""
-    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), value)
+    """A copy of nested dicts, lists and tuples that shares no tensor or array with `value`."""
+    arrays = tree_map_only(np.ndarray, np.copy, value)
+    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), arrays)
 
 
 class Kept(SimpleNamespace):
@@ -112,8 +120,7 @@ class RandomStates:
 
 class ReplayedPhase:
     """PPG's phase as a checkpoint has it. Procgen's frames, 1.6 GB, are left out: `load_state_dict` plays the actions
-    again, from `phase.start`, the environments' states. Observations of environments that are not `replayable` are
-    saved. `phase` has the rollouts `obs`, `actions` and `returns` [K, T, N, ...], of which `length` are stored."""
+    again, from `phase.start`, the environments' states. Observations of those that are not `replayable` are saved."""
 
     def __init__(self, phase: Any, envs: Envs):
         self.phase, self.envs = phase, envs
@@ -145,28 +152,27 @@ class ReplayedPhase:
 
 
 class Checkpoints:
-    """Copies of a run's state, in memory after iterations and on disk from time to time. `parts` are whatever has a
-    `state_dict` and belongs to the run, by name; "agent" is also written as `model.pt`."""
+    """Copies of the state of a run's `parts`, which have a `state_dict`; "agent" is also written as `model.pt`."""
 
     def __init__(self, run: Run, parts: dict[str, Any]):
         self.run, self.parts, self.world = run, parts, run.world
         self.snapshot = None  # the newest copy, until it is written
         self.head = {"format": FORMAT, "script": run.script, "script_sha256": sha256(ROOT / run.script)}
-        self.head["args"] = dataclasses.asdict(run.args)
+        self.head["args"] = to_json(run.args)
         self.last_write = self.last_copy = time.monotonic() if run.step else -math.inf
         if self.world.rank > 0:
             return
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
-        self.write_model("model.pt", run.step, parts["agent"].state_dict())
+        if run.step:
+            self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
-        """Copy the state of the run after `step` steps; write it if the last checkpoint is old enough. Raises
-        TrainingError if a parameter is NaN or infinite; the copy before this one stays."""
+        """Copy the state after `step` steps; write it if it is time. Raises TrainingError for a NaN parameter."""
         networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
-        named = {f"{name}.{inner}": x for name, part in networks.items() for inner, x in part.named_parameters()}
-        require_finite(step, {name: x.sum() for name, x in named.items()})  # a sum is NaN or infinite if a number is
+        sums = {f"{name}.{inner}": x.sum() for name, part in networks.items() for inner, x in part.named_parameters()}
+        require_finite(step, sums)  # a sum is NaN or infinite if a number is
         run, now = self.run, time.monotonic()
         due = now - self.last_copy >= min(RANKS_COPY_SECONDS, 60 * run.args.checkpoint_interval)
         if self.world.world_size > 1 and not self.world.broadcast(due or step >= run.total_steps):
@@ -193,8 +199,8 @@ class Checkpoints:
             self.run.writer.flush()  # a run that is resumed from here does not make these events again
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
-            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
             self.write_model("model.pt", self.run.step, self.snapshot["parts"]["agent"])
+            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
             self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
@@ -204,11 +210,10 @@ class Checkpoints:
         write_archive(self.run.path / name, self.head | {"agent": copy_to_cpu(weights), "step": step})
 
     def close(self, error: BaseException | None) -> None:
-        """Write the newest copy, whatever ended the run, and close its folder. Raises TrainingError if the run is
-        complete but its last checkpoint cannot be written. To an `error` of that class it adds how to resume."""
+        """Write the newest copy and close the folder. Raises TrainingError if that fails, or `error` with advice."""
         run, unwritten = self.run, []
         try:
-            if self.world.rank == 0:
+            if self.world.rank == 0 and not isinstance(error, InputError):
                 self.write()
             run.close(error)
         except OSError as failure:
@@ -220,6 +225,8 @@ class Checkpoints:
             print(*unwritten, advice, sep="\n", file=sys.stderr)
         if error is None and unwritten:
             raise TrainingError(f"the run is complete, but {unwritten[0]}: free some space; {advice}")
+        if isinstance(error, InputError) and self.world.rank == 0 and not checkpoint_files(run.path):
+            shutil.rmtree(run.path)  # of a run that cannot begin
         if isinstance(error, TrainingError):
             model = f"its last good model is {run.path / 'model.pt'}"
             raise TrainingError("; ".join([f"{error}: the run stops", model, *unwritten, advice])) from error
@@ -244,10 +251,8 @@ class Resumed(NamedTuple):
 
 
 def find_run(args: Any, script: str, world: World) -> Resumed | None:
-    """Find, lock and read the run that `--resume` asks for; None for a new run. `auto` takes the newest run in
-    `--runs-dir` that is unfinished, not in use, and has the same settings and number of ranks. Ranks that torchrun has
-    restarted go on with the run that they were making. Raises InputError if there is no such run, it has no readable
-    checkpoint or is in use, or a setting differs that must not change."""
+    """Find, lock and read the run that `--resume` asks for, or that restarted ranks were making; None for a new run.
+    Raises InputError if there is no such run, it cannot be read or is in use, or a setting must not be changed."""
     if args.resume not in (None, "auto"):
         return read_run(Path(args.resume), args, script, world)
     if args.resume is None and not world.restarted:
@@ -263,9 +268,8 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
 
 
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
-    """Run folders in --runs-dir with the settings of `args`, the newest first, and whether each run has ended. Of the
-    settings that a resumed run may change, the number of steps must be the same, and if `args` ask for evaluations, so
-    must the evaluations: a run cannot make up for those that it has gone past."""
+    """Run folders in --runs-dir with the settings of `args`, also of steps and evaluations (a run cannot make up for
+    those that it has gone past), the newest first, and whether each run has ended."""
     may_differ = MAY_CHANGE - {"total_timesteps"}
     if args.eval_interval:
         may_differ -= {name for name in vars(args) if name.startswith("eval_")}
@@ -279,10 +283,10 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
-    """Names of the settings of `args` that differ from `settings`, but for those that may. A setting that is not there
-    is of a later version than `settings`, which had its default."""
-    fixed = {name: value for name, value in vars(args).items() if name not in may_differ}
-    return [name for name, value in fixed.items() if settings.get(name, getattr(type(args), name, None)) != value]
+    """Names of the settings of `args` that differ from `settings`, but for those that may."""
+    defaults = to_json(type(args)())  # which an older version had, where it lacks a setting
+    fixed = {name: value for name, value in to_json(args).items() if name not in may_differ}
+    return [name for name, value in fixed.items() if settings.get(name, defaults[name]) != value]
 
 
 def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
@@ -327,21 +331,17 @@ def read_model(source: Path | str) -> dict[str, Any]:
 
 
 def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "policy", "reset"] = "keep") -> None:
-    """Give `agent` the parameters of `source`, which `--init-from` names: a run folder, its model, or a checkpoint.
-
-    With `heads` "policy" the agent's `value_heads` keep their own parameters, with "reset" its `policy_heads`, too. A
-    note names what does not fit and stays as it is. A further value head that `source` lacks starts as the first: a
-    new one would inflate the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
+    """Give `agent` the parameters that fit of `source`, which `--init-from` names, but for its `value_heads` (`heads`
+    "policy") and `policy_heads` ("reset"). A further value head that `source` lacks starts as the first: a new one
+    would inflate the features in PPG's first auxiliary phase. Raises InputError if nothing fits but heads."""
     own, weights = agent.state_dict(), read_model(source)["agent"]
     first, *others = agent.value_heads
     for name in [name for name in weights if name.startswith(f"{first}.")]:
         for other in others:
             weights.setdefault(name.replace(first, other, 1), weights[name])
     anew = {"keep": (), "policy": agent.value_heads, "reset": agent.policy_heads + agent.value_heads}[heads]
-    fits = {}
-    for name, value in weights.items():
-        if name.split(".")[0] not in anew and name in own and getattr(value, "shape", 0) == own[name].shape:
-            fits[name] = value
+    same = [name for name in own if name in weights and getattr(weights[name], "shape", 0) == own[name].shape]
+    fits = {name: weights[name] for name in same if name.split(".")[0] not in anew}
     if all(name.split(".")[0] in agent.policy_heads + agent.value_heads for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
     if missing := ", ".join(name for name in own if name not in fits):
@@ -352,9 +352,8 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
 def load_agent(
     source: Path | str, device: torch.device | str = "cpu", script: Path | str | None = None
 ) -> tuple[torch.nn.Module, Any, Callable]:
-    """The agent in a run folder, model or checkpoint, in evaluation mode, its settings (the script's `Args`), and the
-    script's `make_envs`. `script` is another script to take them from, such as the copy in a run folder. A note says if
-    the script has changed since. Raises InputError if there is no agent, or if it does not fit the script."""
+    """The agent in a run folder, model or checkpoint, in evaluation mode, its settings, and its script's `make_envs`.
+    `script` names another, such as the copy in a run folder. Raises InputError if it does not fit, or there is none."""
     model = read_model(source)
     path = ROOT / model["script"] if script is None else Path(script)
     try:
@@ -362,16 +361,16 @@ def load_agent(
             copy = f"--script RUN/{path.name} takes the copy in its run folder"
             print(f"note: {path.name} is not the script that made {source}: {copy}", file=sys.stderr)
         module = load_script(path)
-        args = module.Args(**model["args"])
+        args = from_json(module.Args, model["args"])
         envs = Envs(module.make_envs(args, len(args.env_id.split(",")), seed=0))
         envs.close()
         agent = module.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.load_state_dict(model["agent"])
-    except (OSError, ImportError, AttributeError, TypeError, RuntimeError) as error:  # no such script, flags or network
+    except InputError:
+        raise
+    except (OSError, ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:  # script or network
         reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"{source} is of another {path.name} ({reason}): use its commit, or name its script."
-        ) from error
+        raise InputError(f"{source} is of another {path.name} ({reason}): use its commit or script.") from error
     accelerate(agent, "eager")
     return agent.eval(), args, module.make_envs
 

@@ -10,13 +10,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.envs import Envs, Episode, check_envs, finished_episodes, spread_seed
-from common.networks import draw
 from common.run import Run, describe, mean
 
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
+
+
+class DrawingFrom(TorchDispatchMode):
+    """Within it, all that this thread draws comes from `generator`: actors may draw from PyTorch's at the same time."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), named: dict | None = None) -> Any:
+        named = dict(named or {})
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            function, named["generator"] = function.overloadpacket, self.generator
+        return function(*args, **named)
 
 
 class HeldOut:
@@ -28,21 +42,19 @@ class HeldOut:
         self.start = envs.state_dict()
 
     @torch.no_grad()
-    def play(
-        self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda finished: None
-    ) -> list[list[Episode]]:
-        """The first `quota` episodes of each environment: the first that end anywhere would over-sample short ones.
-        After each step, `on_step` gets the number of finished episodes."""
+    def play(self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda n: 0) -> list[list[Episode]]:
+        """The first `quota` episodes of each environment, as the first that end anywhere over-sample short ones."""
         self.envs.reset(seed=self.seed)
         if self.envs.restorable:  # Procgen's `reset` restarts nothing
             self.envs.load_state_dict(self.start)
         agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
-        state, generator = None, torch.Generator(self.device).manual_seed(self.seed)
+        state, drawing = None, DrawingFrom(torch.Generator(self.device).manual_seed(self.seed))
         episodes = [[] for _ in range(self.envs.num_envs)]
         while min(map(len, episodes)) < quota:
             obs = torch.as_tensor(self.envs.obs, device=self.device)
             dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
-            actions = dist.mode.nan_to_num() if greedy else draw(dist, generator)  # NaN: a Bernoulli of probability 0.5
+            with drawing:
+                actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: a Bernoulli of probability 0.5
             _, _, terminations, truncations, infos = self.envs.step(actions.cpu().numpy())
             if state is not None:
                 state[:, torch.as_tensor(terminations | truncations, device=self.device)] = 0
@@ -97,13 +109,10 @@ class Evaluator:
         self.close = self.held_out.envs.close
 
     def __call__(self, step: int, run: Run) -> bool:
-        """Tell `run` how the agent plays after `step` steps, with sampled actions and with the likeliest ones. Return
-        whether it is the best so far, by the return of sampled actions."""
+        """Tell `run` how the agent plays. Return whether it is the best so far, by the return of sampled actions."""
         metrics, rows, shown, total = {}, [], [], self.held_out.envs.num_envs * self.quota
         for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
-            played = self.held_out.play(
-                self.agent, self.quota, greedy, lambda finished: run.show(f"evaluation {finished}/{total}")
-            )
+            played = self.held_out.play(self.agent, self.quota, greedy, lambda n: run.show(f"evaluation {n}/{total}"))
             by_game = summaries(played, self.games, self.args.distribution_mode)
             rows += [(policy, game, *summary.values()) for game, summary in by_game.items()]
             means = {name: np.mean([each[name] for each in by_game.values()]) for name in MEANS}
@@ -113,9 +122,8 @@ class Evaluator:
             else:
                 metrics |= {f"{tag}/episodic_return/{game}": each["episodic_return"] for game, each in by_game.items()}
             shown.append(describe(means["episodic_return"], means["level_complete"]))
-        score = float(metrics["eval/episodic_return"])
-        best = score > run.best_return
-        run.best_return = max(run.best_return, score)
+        best = metrics["eval/episodic_return"] > run.best_return
+        run.best_return = max(run.best_return, float(metrics["eval/episodic_return"]))
         run.write(step, metrics, {"eval.csv": [(*row, int(best)) for row in rows]})
         run.note(f"evaluation at step {step:,}: {shown[0]} (likeliest actions: {shown[1]}); training: {run.summary()}")
         return best

@@ -10,9 +10,8 @@ CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take
 
 
 def micro_batches(minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None) -> Iterator:
-    """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many, if given. With
-    `dim` = 1, dimension 0 of the first tensor is time, and a piece holds as many whole sequences as `size` has room
-    for, at least one. `size` None: 512 on a CPU; the whole minibatch on a GPU, which small pieces leave idle."""
+    """Split the tensors of a minibatch along `dim` into pieces of `size` steps, and `at_most` so many. With `dim` = 1,
+    dimension 0 of the first is time, and a piece holds whole sequences. `size` None: 512 on a CPU, all on a GPU."""
     first = minibatch[0]
     if size is None:
         size = CPU_MICRO_BATCH if first.device.type == "cpu" else first.shape[: dim + 1].numel()
@@ -23,11 +22,8 @@ def micro_batches(minibatch: Sequence[Tensor], size: int | None, dim: int = 0, a
 def backward(
     loss_of: Callable, agent: nn.Module, minibatch: Any, args: Any, world: Any, dim: int = 0, at_most: int | None = None
 ) -> dict[str, Tensor]:
-    """Compute the gradient of the mean loss of a minibatch in `micro_batches`, and average it over the ranks.
-    `loss_of(agent, piece, args)` gets the minibatch, a NamedTuple of tensors, with a piece of each. It returns the loss
-    and metrics, means over the piece. Random numbers that it draws would depend on `--micro-batch-size`.
-    Returns the metrics of this rank. On a GPU they are tensors, which the host need not wait for. On a CPU they are
-    numbers, because long-lived scalar tensors fragment the heap: PPG's auxiliary phase grew by 15 MB with each step."""
+    """Compute the gradient of a minibatch's mean loss in `micro_batches`, averaged over the ranks. Returns this rank's
+    metrics. `loss_of(agent, piece, args)` gives loss and metrics, means over a piece; draw no random numbers in it."""
     total = {}
     for tensors in micro_batches(minibatch, args.micro_batch_size, dim, at_most):
         piece = type(minibatch)(*tensors)
@@ -35,7 +31,7 @@ def backward(
         loss, metrics = loss_of(agent, piece, args)
         (loss * share).backward()
         for tag, value in metrics.items():
-            number = value.item() if value.is_cpu else value.detach()
+            number = value.item() if value.is_cpu else value.detach()  # small tensors would fragment a CPU's heap
             total[tag] = total.get(tag, 0) + number * share
     world.all_reduce_gradients()
     return total

@@ -31,9 +31,8 @@ def init_layer(layer: nn.Module, init_fn: str, role: str) -> nn.Module:
 
 
 class PolicyHead(nn.Module):
-    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads.
-    P is the number of actions (`Discrete`) or of bits (`MultiBinary`). For a `Box` it is twice its size: the means, and
-    the logarithms of standard deviations that do not depend on the observation."""
+    """Features [B, feature_dim] -> parameters of the action distribution, float32 [B, P], which `action_dist` reads: of
+    each action or bit, or the means for a `Box` and logarithms of standard deviations that no observation changes."""
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
         super().__init__()
@@ -59,18 +58,6 @@ def action_dist(space: gym.Space, params: Tensor) -> Distribution:
         return Independent(Bernoulli(logits=params, validate_args=False), 1, validate_args=False)
     mean, log_std = params.chunk(2, dim=-1)
     return Independent(Normal(mean, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
-def draw(dist: Distribution, generator: torch.Generator) -> Tensor:
-    """`dist.sample()` with a generator of its own: actor threads may draw from PyTorch's at the same time."""
-    dist = getattr(dist, "base_dist", dist)  # of `Independent`
-    if isinstance(dist, Categorical):
-        return torch.multinomial(dist.probs, 1, generator=generator).squeeze(-1)
-    if isinstance(dist, Bernoulli):
-        return torch.bernoulli(dist.probs, generator=generator)
-    if isinstance(dist, Normal):
-        return torch.normal(dist.mean, dist.stddev, generator=generator)
-    raise TypeError(f"no way to draw from a {type(dist).__name__} here: add one to common/networks.py")
 
 
 def policy_kl(old: Distribution, new: Distribution) -> Tensor:

@@ -25,17 +25,19 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 
 from common import InputError, TrainingError
 from common.envs import Episode, finished_episodes
 from common.procgen_env import PROCGEN_GAMES
-from common.settings import flag, preset_args, read_json
+from common.settings import flag, preset_args, read_json, to_json
 
 ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 CSV_COLUMNS = {  # after "step" and "seconds"
     "progress.csv": "episodes episodic_return last_100_return last_100_level_complete",
+    "metrics.csv": "tag value",
     "episodes.csv": "env episodic_return episodic_length level_seed level_complete",
     "eval.csv": "policy env_id episodes episodic_return standard_error episodic_length normalized_return"
     " level_complete best",
@@ -44,12 +46,8 @@ LINE_SECONDS = 10  # between lines of progress, where there is no terminal
 
 
 class Run:
-    """One run's folder and its progress display. Rank zero writes, for all ranks.
-
-    The folder holds `args.json` (every setting), `meta.json` (command, commit, versions, machine), a copy of the script
-    (`script` is its path from the repository's root), TensorBoard events, and the CSVs: `progress.csv` has a row per
-    `log`, `episodes.csv` one per episode. `resumed` is what `find_run` returned. Raises OSError if the folder cannot be
-    written, InputError if Weights & Biases refuses."""
+    """One run's folder (README.md lists what it holds) and progress, by rank zero. `script` is its path from the root.
+    Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses."""
 
     def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
@@ -78,7 +76,7 @@ class Run:
             time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
         else:
             shutil.copy(ROOT / self.script, path)
-        settings = dataclasses.asdict(self.args)
+        settings = to_json(self.args)
         write_json(path / "meta.json", self.meta)
         write_json(path / "args.json", settings)  # what makes the folder one to resume
         self.wandb_run = self.track(settings) if self.args.track else None
@@ -93,8 +91,8 @@ class Run:
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
         self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
         if not resumed:
-            table = "\n".join(f"|{key}|{value}|" for key, value in settings.items())
-            self.writer.add_text("hyperparameters", f"|setting|value|\n|-|-|\n{table}")
+            rows = [f"|{key}|{value}|" for key, value in settings.items()]
+            self.writer.add_text("hyperparameters", "\n".join(["|setting|value|", "|-|-|", *rows]))
         return path
 
     def make_meta(self, resumed: Any) -> dict[str, Any]:
@@ -133,8 +131,7 @@ class Run:
             self.wandb_run.log({"videos": wandb.Video(str(path))})
 
     def cut_log(self, file: Path, header: str) -> None:
-        """Drop the rows after the checkpoint's step, which the run will write again, and a last line cut short. A log
-        of an older version gets the columns that it lacks, without values."""
+        """Drop the rows after the checkpoint's step and a last line cut short. Add columns that an older log lacks."""
         if not file.exists():
             print(f"warning: {file} is gone and starts anew", file=sys.stderr)
             return
@@ -195,17 +192,16 @@ class Run:
                 self.recent_complete.append(episode.level_complete)
 
     def log(self, step: int, metrics: Mapping[str, Any], whole: bool = True) -> None:
-        """Write the means over the ranks, which all call this, of an iteration's metrics, and show the progress.
-        `whole` says that the steps so far have had all the work that belongs to them, so that they tell the speed.
-        Raises TrainingError if a metric is NaN or infinite, or nothing can be written."""
+        """Write the means over the ranks, which all call this, of an iteration's metrics; show the progress. Steps tell
+        the speed if they are `whole`, with all their work. Raises TrainingError as `require_finite` and `write`."""
         self.flush()
         values = require_finite(step, self.world.all_reduce_mean(metrics))
-        values["charts/SPS"] = step / (time.monotonic() - self.start)
+        values |= {"charts/SPS": step / (time.monotonic() - self.start), "charts/last_100_return": mean(self.recent)}
         solved = None
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        self.write(step, values, {"progress.csv": [(*returns, solved)]})
+        self.write(step, values, {"progress.csv": [(*returns, solved)], "metrics.csv": [*values.items()]})
         self.new_returns.clear()
         self.now_at = step
         if whole:
@@ -224,8 +220,7 @@ class Run:
         print(line, flush=True)
 
     def show(self, phase: str = "", last: bool = False) -> None:
-        """Show a line of progress: the same again and again on a terminal, elsewhere a new one now and then. `phase` is
-        what goes on, such as "learning 3/24"."""
+        """Show a line of progress: the same again on a terminal, elsewhere a new one now and then, with its `phase`."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
         if self.world.rank > 0 or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
             return
@@ -248,8 +243,7 @@ class Run:
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
 
     def close(self, error: BaseException | None) -> None:
-        """Close all files and unlock the folder. Print a summary, unless an error ended the run. Raises OSError if the
-        end of a complete run cannot be noted. All is still open then."""
+        """Close all files and unlock the folder. Raises OSError, with all open, if a run's end cannot be noted."""
         if self.world.rank > 0:
             return
         if error is None:
@@ -271,14 +265,14 @@ class Run:
 
 
 def require_finite(step: int, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    """The metrics as numbers, read from a device together. Raises TrainingError for one that is NaN or infinite."""
+    """The metrics as numbers, without charts that are NaN or infinite. Raises TrainingError for others that are."""
     tensors = {tag: value.double() for tag, value in metrics.items() if isinstance(value, torch.Tensor)}
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
     values = {**metrics, **dict(zip(tensors, numbers, strict=True))}
     for tag, value in values.items():
-        if not np.isfinite(value):
+        if not np.isfinite(value) and not tag.startswith("charts/"):
             raise TrainingError(f"{tag} is {value} at step {step:,}")
-    return values
+    return {tag: value for tag, value in values.items() if np.isfinite(value)}
 
 
 def describe(episodic_return: float, level_complete: float) -> str:
@@ -297,10 +291,11 @@ def command(args: Any, script: str, launcher: str = "python") -> str:
     if args.presets and args.preset in args.presets:
         words += ["--preset", args.preset]
         defaults = preset_args(type(args), args.preset)
-    for setting, value in vars(args).items():
+    defaults = to_json(defaults)
+    for setting, value in to_json(args).items():
         name = flag(setting)
-        if value != getattr(defaults, setting):
-            words += [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, str(value)]
+        given = [name if value else f"--no-{name[2:]}"] if isinstance(value, bool) else [name, *tree_leaves(value)]
+        words += map(str, given if value != defaults[setting] else [])
     return shlex.join(words)
 
 
@@ -313,13 +308,14 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = (re.findall("model name\t: (.*)", cpuinfo) or [platform.processor()])[0]
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    status = git("status", "--porcelain", "--", "*.py", "*.cpp")  # a new script counts, run folders do not
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cpp")
+    new = git("status", "--porcelain", "--", script)  # other new files may be anyone's
     return {
         "command": command_line,
         "script": script,
         "script_sha256": sha256(ROOT / script),
         "commit": git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
+        "dirty": None if changes is None else bool(changes or new),
         "versions": versions,
         "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
         "started": time.strftime(UTC, time.gmtime()),
@@ -350,8 +346,7 @@ def make_run_dir(args: Any) -> Path:
 
 
 def lock_folder(path: Path, note: bool = True) -> IO:
-    """Lock a run's folder until the returned file is closed or this process ends. Raises InputError if it is in use.
-    Where the file system has no locks, it is as if locked, and a `note` says so."""
+    """Lock a run's folder until the returned file is closed, if there are locks. Raises InputError if it is in use."""
     file = (path / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

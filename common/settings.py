@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
+from enum import Enum
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from torch.utils._pytree import tree_leaves
+from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from common import InputError
 
@@ -29,7 +32,6 @@ Positive = Annotated[T, Limits("a number above 0", lambda value: 0 < value < mat
 NotNegative = Annotated[T, Limits("0 or a number above", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Limits("a number from 0 to 1", lambda value: 0 <= value <= 1)]
 InitFn = Literal["normed", "orthogonal", "xavier_uniform", "xavier_normal", "identity"]
-Threads = Annotated[int, Limits("a number from 0 to 1024", lambda value: 0 <= value <= 1024)]
 Seed = Annotated[int, Limits("a number from 0 to 2147483647, as Procgen's", lambda value: 0 <= value < 2**31)]
 
 
@@ -65,7 +67,7 @@ class EnvArgs(ProcgenArgs):
     """number of Procgen levels to train on; 0 for no limit"""
     start_level: NotNegative[int] = 0
     """first Procgen level to train on (needs --num-levels)"""
-    num_threads: Threads | None = None
+    num_threads: Annotated[int, Limits("a number from 0 to 1024", lambda value: 0 <= value <= 1024)] | None = None
     """C++ threads that step Procgen's environments (IMPALA: of each actor); None: one a core, at most 8"""
     num_envs: Positive[int] = 64
     """number of environments, of each rank (N); IMPALA's actors share them evenly"""
@@ -164,6 +166,13 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
         check_limits(self)
+        try:
+            kept = vars(from_json(type(self), to_json(self)))
+        except Exception as error:  # of JSON's or of tyro's, which are of many kinds
+            raise InputError(f"settings are numbers, text, None, paths, enums, tuples and lists: {error}") from error
+        for name, given in vars(self).items():
+            if kept[name] != given:
+                raise InputError(f"{flag(name)} {given!r} would come back from args.json as {kept[name]!r}: use that.")
         if self.init_heads != "keep" and not self.init_from:
             raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
         if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval:
@@ -181,9 +190,7 @@ def flag(name: str) -> str:
 def check_limits(args: Any) -> None:
     """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        given = getattr(args, name)
-        values = given if isinstance(given, tuple) else (given,)
-        for value in values:
+        for value in tree_leaves(getattr(args, name)):
             if value is None:
                 continue
             if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
@@ -194,6 +201,21 @@ def check_limits(args: Any) -> None:
                 for limits in getattr(each, "__metadata__", ()):
                     if isinstance(limits, Limits) and not limits.holds(value):
                         raise InputError(f"{flag(name)} {value} cannot work: use {limits.words}.")
+
+
+def to_json(args: Any) -> dict[str, Any]:
+    """Settings as args.json has them. Raises TypeError for what JSON cannot hold."""
+    return json.loads(json.dumps(vars(args), default=lambda x: x.name if isinstance(x, Enum) else os.fspath(x)))
+
+
+def from_json(args_class: type, saved: dict[str, Any]) -> Any:
+    """The settings of class `args_class` that `to_json` saved, by tyro's parser. Raises any error for others."""
+    hints, settings = get_type_hints(args_class), dict(saved)
+    for name, value in saved.items():
+        if name in hints and isinstance(value, str | list):
+            parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hints[name], set()))
+            settings[name] = parser.instance_from_str([str(each) for each in tree_leaves(value)])
+    return args_class(**settings)
 
 
 def preset_args(args_class: type, preset: str, **given: Any) -> Any:
@@ -217,8 +239,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
-    """`args_class` as the command line (or `words`) sets it. Flags that are not given have the values of the run that
-    `--resume RUN_DIR` names, of the `--preset`, or the defaults. Raises InputError if that run's cannot be read."""
+    """`args_class` as the command line (or `words`) sets it, else as `--resume RUN_DIR`, `--preset` or the defaults."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     early.add_argument("--resume")
@@ -230,8 +251,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
         if not saved:
             raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
         try:
-            args = args_class(**saved | {"resume": None})
-        except TypeError as error:
+            args = from_json(args_class, saved | {"resume": None})
+        except Exception as error:  # of tyro's, too
             raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
@@ -255,7 +276,7 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
             shown = []
             for name, value in defaults.items():
                 hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
-                shown.append((name, hint, field(default=value)))
+                shown.append((name, hint, field(default_factory=lambda value=value: value)))
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
             section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
             sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))

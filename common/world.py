@@ -1,7 +1,5 @@
-"""The processes that make a run: one, or the ranks that torchrun starts, with environments of their own each.
-
-Ranks train one agent (data parallelism). NCCL connects GPUs, Gloo all else. Every rank makes the same calls in the same
-order. When a rank dies, the others get an error; torchrun stops them and, with `--max-restarts`, starts all again."""
+"""The processes that make a run: one, or the ranks that torchrun starts, with environments of their own each. Every
+rank makes the same calls in the same order. When one dies, the others get an error, and torchrun stops them."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -25,13 +23,10 @@ PER_HOST = {"runs_dir", "resume", "init_from", "num_threads", "device"}  # setti
 
 class World:
     """One process, or a rank among several; the methods are those of torch.distributed, and do nothing for one process.
-
-    Attributes: `rank` and `world_size`; `launcher`, the start of the command that repeats a run; `restarted`, whether
-    torchrun has started the ranks again, which then go on with their run."""
+    `launcher` starts the command that repeats a run. `restarted` ranks, by torchrun, go on with their run."""
 
     def __init__(self, device: torch.device):
-        self.rank, self.world_size = 0, 1
-        self.launcher, self.restarted = "python", False
+        self.rank, self.world_size, self.launcher, self.restarted = 0, 1, "python", False
         self.device, self.networks = device, []
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
         if not self.several:
@@ -71,16 +66,14 @@ class World:
         """Call `function` on rank zero. All ranks get its result, or raise its error."""
         if not self.several:
             return function()
-        result = error = None
-        if self.rank == 0:
-            try:
-                result = function()
-            except (InputError, TrainingError, OSError) as failure:
-                error = failure
-        sent, error = self.broadcast((result, error))
-        if error is not None:
-            raise error
-        return sent
+        try:
+            result = function() if self.rank == 0 else None
+        except (InputError, TrainingError, OSError) as error:
+            result = error
+        result = self.broadcast(result)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
@@ -95,11 +88,12 @@ class World:
         return tensor
 
     def all_reduce_mean(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The mean of each metric over all ranks."""
+        """The mean of each metric over the ranks that have it."""
         if not self.several:
             return metrics
-        values = torch.stack([torch.as_tensor(value, device=self.device).double() for value in metrics.values()])
-        return dict(zip(metrics, self.all_reduce(values) / self.world_size, strict=True))
+        ranks = self.all_gather({tag: float(value) for tag, value in metrics.items()})
+        tags = dict.fromkeys(tag for rank in ranks for tag in rank)
+        return {tag: float(np.mean([rank[tag] for rank in ranks if tag in rank])) for tag in tags}
 
     def std_mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Standard deviation (Bessel's) and mean of `x` [...] over all ranks."""

@@ -31,8 +31,9 @@ import impala
 import ppg
 import ppo
 from common import InputError, TrainingError
-from common.checkpoint import load_script, newest_checkpoint, runs_of
+from common.checkpoint import load_agent, load_script, newest_checkpoint, runs_of
 from common.device import resolve_precision
+from common.reward_scale import RewardNormalizer
 from common.run import ROOT, Run, command, lock_folder
 from common.settings import parse
 from conftest import SpoiltEnv
@@ -411,6 +412,77 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     meta = read_json(path / "meta.json")
     first, unchanged, changed = (each["script_sha256"] for each in (meta, *meta["resumed"]))
     assert first == unchanged != changed
+
+
+def test_settings_of_all_kinds_come_back(tmp_path):
+    """From args.json, a checkpoint, and the command that repeats a run."""
+    source = Path(ppo.__file__).read_text()
+    added = """
+    colour: Enum("Colour", "RED BLUE") | None = None
+    names: list[str] = field(default_factory=list)
+    pair: tuple[Path, float] = (Path("a b"), 0.1)
+    sizes: tuple[Positive[int], ...] = (16, 32)
+    learning_rate:"""
+    source = source.replace("import dataclass\n", "import dataclass, field\nfrom enum import Enum\n")
+    (tmp_path / "idea.py").write_text(source.replace("\n    learning_rate:", added, 1))
+    script, runs = load_script(tmp_path / "idea.py"), tmp_path / "runs"
+    default = script.Args(**vars(make_args(ppo, runs, **NEVER, total_timesteps=96, resume="auto", precision=AUTO)))
+    words = [*flags(default), *shlex.split("--sizes 8 4 2 --pair c/d 1e-3 --names x 'y z' --colour BLUE")]
+    changed = parse(script.Args, words)
+    assert (changed.sizes, changed.pair, changed.names) == ((8, 4, 2), (Path("c/d"), 1e-3), ["x", "y z"])
+    for args in (default, changed):
+        with stopping(script, "update", 2), pytest.raises(KeyboardInterrupt):
+            script.main(args)
+        ((path, _),) = runs_of(args, os.path.relpath(script.__file__, ROOT))
+        assert parse(script.Args, ["--resume", str(path)]) == replace(args, resume=str(path))
+        assert script.main(args) == path
+        assert load_agent(path)[1] == replace(args, resume=None)
+        assert parse(script.Args, shlex.split(read_json(path / "meta.json")["command"])[2:]) == replace(
+            args, resume=None
+        )
+    for changes, words in (
+        ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
+        ({"sizes": [16, 32]}, "--sizes [16, 32] would come back from args.json as (16, 32)"),
+        ({"names": {"x"}}, "settings are numbers, text, None, paths, enums, tuples and lists: "),
+        ({"runs_dir": Path("x")}, "--runs-dir PosixPath('x') would come back from args.json as 'x'"),
+        ({"seed": np.int64(3)}, "settings are numbers"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)):
+            script.main(replace(default, **changes))
+
+
+@ALL
+def test_annealing_is_of_each_group_from_its_own_rate(script, tmp_path, monkeypatch):
+    """In a resumed run, too."""
+    make, rates = script.Adam, []
+
+    def in_groups(parameters, lr, **named):
+        first, *others = parameters
+        rates.append([3 * lr, lr])
+        return make([{"params": [first], "lr": 3 * lr}, {"params": others}], lr, **named)
+
+    monkeypatch.setattr(script, "Adam", in_groups)
+    resume(script, path := interrupted(script, 8, tmp_path))
+    optimizers = {name: part for name, part in newest(path)["parts"].items() if "optimizer" in name}
+    left = 1 - (384 - (16 if script is impala else 32)) / 384
+    for part, initial in zip(optimizers.values(), rates[len(optimizers) :], strict=True):
+        assert [group["lr"] for group in part["param_groups"]] == [rate * left for rate in initial]
+
+
+def test_numpy_in_the_state_of_a_part_comes_back(undisturbed, tmp_path, monkeypatch):
+    """As it was, and as it was when the checkpoint was copied. What no checkpoint can hold is refused at the start."""
+    names = ("returns", "count", "mean", "var")
+    monkeypatch.setattr(RewardNormalizer, "state_dict", lambda part: {name: getattr(part, name) for name in names})
+    monkeypatch.setattr(RewardNormalizer, "load_state_dict", lambda part, state: vars(part).update(state))
+    path = interrupted(ppo, 8, tmp_path / "runs", **NEVER | GAMES)
+    state = newest_checkpoint(path)["ranks"][0]["reward_normalizer"]
+    assert [type(state[name]) for name in ("returns", "var")] == [np.ndarray, np.float64]
+    resume(ppo, path)
+    check_same_run(path, undisturbed(ppo))
+    monkeypatch.setattr(RewardNormalizer, "state_dict", lambda part: {"folder": path})
+    with pytest.raises(InputError, match="a checkpoint cannot hold pathlib"):
+        ppo.main(make_args(ppo, tmp_path / "refused"))
+    assert not list((tmp_path / "refused").iterdir())
 
 
 def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):

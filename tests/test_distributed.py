@@ -65,6 +65,11 @@ def test_rewards_are_scaled_by_the_returns_of_all_ranks(learnt):
         np.testing.assert_allclose(found["scaled"], joined[..., ranks.OF_RANK[2][rank]], rtol=1e-6)
 
 
+def test_metrics_are_averaged_by_name_over_the_ranks_that_have_them(learnt):
+    means = {"losses/both": 0.5, "charts/first": 3.0, "charts/second": 4.0, "losses/other": 5.0}
+    assert [found["means"] for found in learnt] == [means, means]
+
+
 @pytest.mark.parametrize(("script", "hosts"), [("ppo", False), ("ppg", False), ("impala", True)])
 def test_a_run_of_two_ranks(script, hosts, tmp_path):
     """All ranks have the same parameters in the end, and experience of their own, which one folder holds."""

@@ -124,8 +124,12 @@ def test_protocols(mode, levels, steps):
     [
         ({"scripts": (ROOT / "ppo.py",)}, "--algorithms has ppo more than once"),
         ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
-        ({"extra": ("--env_id=maze",)}, "--env_id=maze cannot come after --"),
+        ({"extra": ("--env_id=maze",)}, "--env_id=maze cannot be given here"),
         ({"env_ids": ()}, "--env-ids is empty"),
+        ({"sweep": ("gamma",)}, "--sweep is empty"),
+        ({"sweep": ("gamma", "0.9", "0.9")}, "--sweep has 0.9 more than once"),
+        ({"sweep": ("gamma", "0.9", "2")}, "--gamma 2.0 cannot work"),
+        ({"sweep": ("seed", "1", "2")}, "--seed cannot be given here"),
         ({"seeds": 0}, "--seeds 0 cannot work"),
         ({"protocol": "easy-200"}, "leave them out for CartPole-v1 (--num-levels)"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
@@ -162,6 +166,18 @@ def test_runs_are_made_once(tmp_path, in_process, capsys):
     assert len(run_folders(tmp_path)) == 3
     other = make_args(tmp_path, total_timesteps=384, dry_run=True)
     assert states(launcher.main(other)) == [("waiting", 0)]
+
+
+def test_a_sweep_has_a_run_for_each_value(tmp_path, in_process):
+    """The names tell them apart, in the table and among the run folders."""
+    for sweep, values in (("learning_rate", ["1e-3", "2e-3"]), ("anneal_lr", ["True", "False"])):
+        jobs = launcher.main(make_args(tmp_path / sweep, sweep=(sweep, *values)))
+        assert states(jobs) == [("done", 1)] * 2
+        assert [job.name for job in jobs] == [f"ppo CartPole-v1 1 {value}" for value in values]
+        settings = [read_json(job.path / "args.json") for job in jobs]
+        assert [each["exp_name"] for each in settings] == [f"ppo-{sweep.replace('_', '-')}-{value}" for value in values]
+        assert [str(each[sweep]) for each in settings] == [str(eval(value)) for value in values]
+        assert states(launcher.main(make_args(tmp_path / sweep, sweep=(sweep, *values)))) == [("done", 0)] * 2
 
 
 def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):

@@ -64,7 +64,7 @@ def test_folder(finished):
     assert re.fullmatch(rf"CartPole-v1__{finished.args.exp_name}__3__\d+", finished.path.name)
     assert list(finished.path.parent.iterdir()) == [finished.path]
     names = sorted(path.name.partition(".tfevents.")[0] for path in finished.path.iterdir())
-    files = "args.json checkpoints episodes.csv eval.csv events.out lock meta.json model.pt progress.csv"
+    files = "args.json checkpoints episodes.csv eval.csv events.out lock meta.json metrics.csv model.pt progress.csv"
     assert names == sorted([*files.split(), Path(finished.script.__file__).name])
 
 
@@ -78,6 +78,23 @@ def test_settings_and_provenance(finished):
     words = shlex.split(meta["command"])
     assert words[:2] == ["python", f"{finished.script.__name__}.py"]
     assert parse(finished.script.Args, words[2:]) == finished.args
+
+
+def test_a_tree_is_dirty_by_its_own_files_and_the_script(tmp_path, monkeypatch):
+    """Other new files may be anyone's."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
+    (tmp_path / "old.py").write_text("")
+    for words in (["init"], ["add", "."], ["commit", "-m", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    (tmp_path / "new.py").write_text("")
+
+    def dirty(script):
+        return run.provenance("", script, torch.device("cpu"))["dirty"]
+
+    assert [dirty("old.py"), dirty("new.py")] == [False, True]
+    (tmp_path / "old.py").write_text("changed")
+    assert dirty("old.py")
 
 
 @ALL
@@ -144,6 +161,26 @@ def test_progress_csv(finished):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@ALL
+def test_metrics_of_ones_own(script, tmp_path, monkeypatch):
+    """They are logged with all others of `log`, also in metrics.csv. A chart that is NaN is left out; a loss is not
+    (tests/test_bad_input.py)."""
+    update, means = script.update, iter([np.nan, np.inf, np.float32(0.5), 2])
+    monkeypatch.setattr(script, "update", lambda *args: update(*args) | {"charts/mine": next(means)})
+    path = script.main(make_args(script, tmp_path))
+    scalars = read_scalars(path)
+    assert scalars["charts/mine"] == [(768, 0.5), (1024, 2.0)]
+    assert [value for _, value in scalars["charts/last_100_return"]] == pytest.approx(
+        [float(row["last_100_return"]) for row in read_csv(path / "progress.csv")], rel=1e-5
+    )
+    rows = read_csv(path / "metrics.csv")
+    assert list(rows[0]) == ["step", "seconds", "tag", "value"]
+    for tag in scalars.keys() - {"charts/episodic_return", "charts/episodic_length"}:
+        found = [(int(row["step"]), float(row["value"])) for row in rows if row["tag"] == tag]
+        assert [step for step, _ in found] == [step for step, _ in scalars[tag]]
+        assert [value for _, value in found] == pytest.approx([value for _, value in scalars[tag]], rel=1e-4)
+
+
 @pytest.mark.parametrize("source", ["folder", "model", "checkpoint"])
 def test_a_file_alone_is_the_agent(source, finished, tmp_path):
     """A model or a checkpoint in an empty folder; or the run folder."""
@@ -181,6 +218,7 @@ def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
     for change, words in (
         ({"script": "no_script.py"}, r"some\.pt is of another no_script.py"),
         ({"args": model["args"] | {"wings": 2}}, "is of another .*wings"),
+        ({"args": model["args"] | {"init_fn": "gone"}}, "is of another .*not in"),
         ({"agent": weights}, "is of another .*state_dict"),
     ):
         torch.save(model | change, tmp_path / "some.pt")
