@@ -33,21 +33,21 @@ SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of
 
 
 @contextmanager
-def promise(text: str, broken: list[str]) -> Iterator[list[str]]:
-    """Print whether the block raises no error, and what it adds to `said`; else the promise joins the `broken` ones."""
-    said = [f"ok      {text}"]
+def promise(name: str, broken: list[str]) -> Iterator[list[str]]:
+    """Print whether the block raises no error, with what it adds to a list; else the name joins the `broken` ones."""
+    words = [f"ok      {name}"]
     try:
-        yield said
-        print(*said, sep=": ", flush=True)
+        yield words
     except Exception as error:  # the copy's own, too
-        broken.append(text)
-        print(f"FAILED  {text}: {' '.join(str(error).split()) or repr(error)}", flush=True)
+        broken.append(name)
+        words = [f"FAILED  {name}", " ".join(str(error).split()) or repr(error)]
+    print(*words, sep=": ", flush=True)
 
 
 def python(log: Path, *words: Any, **kill_when: Callable) -> str:
     """What `python <words>` prints. Raises TrainingError if it fails, or ends before it is to be killed."""
     log.write_text("")
-    status = do([sys.executable, *map(str, words)], 120, log, **kill_when)
+    status = do([sys.executable, *map(str, words)], 300, log, **kill_when)
     printed = log.read_text(errors="replace")
     if status != (-signal.SIGKILL if kill_when else 0):
         reasons = re.findall(".*[Ee]rror: .*", printed) or printed.splitlines()[-1:]
@@ -95,8 +95,12 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
     if broken:
         return broken
     with promise("killed and resumed", broken) as said:
-        saved = "killed/*/checkpoints/*[1-9]*.pt"  # after the first step
-        python(log, script, *words, folder / "killed", kill_when=lambda: any(folder.glob(saved)))
+        last = int(max(whole.glob("checkpoints/*.pt")).stem)
+
+        def late() -> bool:  # after PPG's first phase
+            return any(3 * int(file.stem) > last for file in folder.glob("killed/*/checkpoints/*.pt"))
+
+        python(log, script, *words, folder / "killed", kill_when=late)
         (killed,) = (folder / "killed").iterdir()
         exact = "new episodes begin" not in python(log, script, "--resume", killed)
         said.append("the same run" if exact else "not exact: the environments have no state")

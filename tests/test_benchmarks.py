@@ -1,6 +1,7 @@
 """The scripts in benchmarks/: collecting, measuring speed, and what a GPU has to show."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,3 +152,8 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     assert state in ("", "Z")
     assert "left for another call: resume a, tests\n" in check(budget=1)  # the first part is always done
     assert (tmp_path / "done").read_text() == "ts"
+
+
+def test_a_process_is_killed_when_it_should_be(tmp_path):
+    code, log = "import time; print('begun', flush=True); time.sleep(30)", tmp_path / "log"
+    assert gpu_check.do([sys.executable, "-c", code], 60, log, lambda: "begun" in log.read_text()) == -signal.SIGKILL
