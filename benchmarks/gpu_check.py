@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py --out ~/check        # repeat it until nothing is left
 
     tests     the tests marked `gpu`
-    resume    a run of each script, killed and resumed, has the parameters of an unbroken one, bit for bit
+    resume    check_copy.py of each script: killed and resumed, a run is the same run, bit for bit
     speed     throughput.py of each script with --accelerate eager, compile and cudagraphs
 
 Each part is a process of its own, with a time limit and a log in `<out>/logs`. Its line in `<out>/results.jsonl` has
@@ -25,29 +25,27 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import TrainingError
 from common.device import resolve_device
 from common.run import ROOT, provenance
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
 ALGORITHMS = ("ppo", "ppg", "impala")
-SECONDS = {"tests": 420, "resume": 150, "speed": 420}  # that a part may take
+SECONDS = {"tests": 420, "resume": 300, "speed": 420}  # that a part may take
 UNUSED = {"imageio-ffmpeg", "glfw", "moderngl"}  # which gym3 needs for windows and videos alone
 RUNTIME = re.compile(r"(libc|libm|libdl|librt|libpthread|libresolv|libz|libstdc\+\+|libgcc_s|ld-linux-x86-64)\.so")
 PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40)))
@@ -65,8 +63,6 @@ class Args:
     """short speed runs, without compilation and CUDA graphs"""
     budget: Positive[float] = 3600.0
     """seconds that this call may take"""
-    kill_and_resume: Literal[*ALGORITHMS] | None = None
-    """do nothing but a part of `resume`, here"""
     gather: Path | None = None
     """do nothing but gather wheels and libraries for another machine in this folder"""
     there: tuple[str, ...] = ("torch", "numpy", "tensorboard", "imageio")
@@ -82,47 +78,25 @@ def plan(args: Args) -> dict[str, list[str]]:
     speed = f"--device {args.device} --repeats 1 --no-memory --configurations default"
     speed += " --num-steps 4" if args.rehearse else " compile cudagraphs --num-steps 256"
     for each in ALGORITHMS:
-        parts[f"resume {each}"] = ["benchmarks/gpu_check.py", "--kill-and-resume", each, "--device", args.device]
+        parts[f"resume {each}"] = ["benchmarks/check_copy.py", f"{each}.py", "--", "--device", args.device]
         out = ["--out", str(args.out / "speed" / each)]
         parts[f"speed {each}"] = ["benchmarks/throughput.py", "--algorithms", each, *out, *speed.split()]
     return {name: [sys.executable, *words] for name, words in parts.items() if name.split()[0] in args.steps}
 
 
-def do(command: list[str], seconds: float, log: Path) -> int:
-    """Do a part; return its exit status. Whatever it has started ends with it, or after `seconds`."""
+def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lambda: False) -> int:
+    """Run a command; return its exit status. SIGKILL ends it and what it has started, in time or when it should."""
+    end = time.monotonic() + seconds
     with log.open("a") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         process = subprocess.Popen(command, cwd=ROOT, process_group=0, **streams)
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
+            while process.poll() is None and time.monotonic() < end and not kill_when():
+                time.sleep(0.005)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
-
-
-def kill_and_resume(algorithm: str, device: str) -> None:
-    """Raises TrainingError if a run that is killed and resumed ends with other parameters than a whole one."""
-    flags = "--num-envs 16 --num-steps 16 --num-minibatches 1 --total-timesteps 2048 --checkpoint-interval 0"
-    flags += f" --device {device}" + (" --batch-size 16 --num-actors 0" if algorithm == "impala" else "")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, f"{algorithm}.py", *flags.split(), "--runs-dir", f"{folder}/broken"]
-        process = subprocess.Popen(command, cwd=ROOT)
-        while process.poll() is None and not list(Path(folder).glob("broken/*/checkpoints/*.pt")):
-            time.sleep(0.01)
-        process.kill()
-        if process.wait() != -signal.SIGKILL:
-            raise TrainingError(f"the run to be killed ended with {process.returncode}")
-        subprocess.run([*command, "--resume", "auto"], cwd=ROOT, check=True)
-        subprocess.run([*command[:-1], f"{folder}/whole"], cwd=ROOT, check=True)
-        (broken,), (whole,) = (list(Path(folder, name).glob("*/model.pt")) for name in ("broken", "whole"))
-        resumed = json.loads(broken.with_name("meta.json").read_text())["resumed"]
-        found, expected = (torch.load(path, weights_only=True)["agent"] for path in (broken, whole))
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    print(f"{algorithm}: resumed at step {resumed[0]['step']:,}; {len(expected)} parameters compared")
-    if different:
-        raise TrainingError(f"parameters of the resumed run differ: {', '.join(different)}")
 
 
 def needed(names: list[str], python: str, without: set[str]) -> set[str]:
@@ -166,8 +140,6 @@ def main(args: Args) -> None:
     check_limits(args)
     if args.gather:
         return gather(args)
-    if args.kill_and_resume:
-        return kill_and_resume(args.kill_and_resume, args.device)
     end = time.monotonic() + args.budget
     args.out = args.out.expanduser().resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)

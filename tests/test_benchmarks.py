@@ -1,10 +1,10 @@
 """The scripts in benchmarks/: collecting, measuring speed, and what a GPU has to show."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,10 +13,10 @@ import gpu_check
 import ppo
 import readme
 import throughput
-from common import InputError, TrainingError
+from common import InputError
 from common.run import write_json
 from common.settings import read_json
-from fast import Fork, ForkedScript, small_networks
+from fast import Fork, small_networks
 from helpers import read_csv, small_args
 
 
@@ -154,15 +154,6 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     assert (tmp_path / "done").read_text() == "ts"
 
 
-def test_a_resumed_run_is_compared_with_a_whole_one(monkeypatch, capsys):
-    more = []
-
-    def run(command, **settings):
-        assert ForkedScript(command + more * ("--resume" not in command)).wait() == 0
-
-    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(Popen=ForkedScript, run=run))
-    gpu_check.kill_and_resume("ppo", "cpu")
-    assert "ppo: resumed at step " in capsys.readouterr().out
-    more += ["--learning-rate", "1e-3"]
-    with pytest.raises(TrainingError, match=r"parameters of the resumed run differ: .*policy_head"):
-        gpu_check.kill_and_resume("ppo", "cpu")
+def test_a_process_is_killed_when_it_should_be(tmp_path):
+    code, log = "import time; print('begun', flush=True); time.sleep(30)", tmp_path / "log"
+    assert gpu_check.do([sys.executable, "-c", code], 60, log, lambda: "begun" in log.read_text()) == -signal.SIGKILL

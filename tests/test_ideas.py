@@ -1,169 +1,178 @@
 """Copies of the scripts that try an idea, in few changed lines, keep every promise of a script."""
 
 import difflib
+import itertools
 import math
-import signal
+import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import tyro
 
+import check_copy
 import evaluate
 import fast
 import ideas
-from common.checkpoint import load_agent, load_script, newest_checkpoint
+from common.checkpoint import load_script, newest_checkpoint
 from common.envs import Envs
-from helpers import read_csv
+from helpers import checkpoints, read_csv
 from ranks import Ranks
-from test_checkpoint import check_same_run, same
-from test_distributed import words_of
 
-IDEAS = {  # the script that each changes
-    "averaged_policy": "ppg",
-    "augmentation": "ppo",
-    "reward_head": "ppo",
-    "level_replay": "ppo",
-    "normalized_network": "impala",
-    "own_environment": "impala",
+IDEAS = {  # the script that each changes, and the most lines
+    "averaged_policy": ("ppg", 30),
+    "augmentation": ("ppo", 30),
+    "gru": ("ppo", 80),
+    "hl_gauss": ("ppo", 50),
+    "reward_head": ("ppo", 30),
+    "level_replay": ("ppo", 60),
+    "normalized_network": ("impala", 30),
+    "own_environment": ("impala", 30),
 }
-ALL = pytest.mark.parametrize("name", IDEAS)
-# 5 iterations of 4 environments x 8 steps; of PPG in phases of 3
-SMALL = {"num_envs": 4, "num_steps": 8, "total_timesteps": 5 * 32, "num_minibatches": 2, "feature_dim": 16, "seed": 4}
-SMALL |= {"device": "cpu", "precision": "fp32"}
-OF_SCRIPT = {
-    "ppo": {"update_epochs": 1},
-    "ppg": {"n_pi": 3, "num_aux_rollouts": 2, "e_aux": 1},
-    "impala": {"batch_size": 2, "num_actors": 0},
-}
+FLAGS = ["--env-id", "bossfight", "--feature-dim", "16", "--device", "cpu", "--precision", "fp32", "--seed", "4"]
 OF_IDEA = {
-    "own_environment": {"env_id": "Catch-v0"},
+    "own_environment": ["--env-id", "Catch-v0"],
     # rollouts in which episodes end, and levels that are soon replayed
-    "level_replay": {"num_steps": 32, "total_timesteps": 5 * 128, "num_levels": 5, "start_level": 7},
+    "level_replay": ["--num-steps", "32", "--total-timesteps", "640", "--num-levels", "5", "--start-level", "7"],
 }
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated"),
-]
 
-
-class Copy(NamedTuple):
-    """A script that has been copied and changed, and its run that nothing has disturbed."""
-
-    script: Path
-    settings: dict
-    run_dir: Path
-    process: fast.Fork
-
-    def words(self, runs_dir: Path, **settings) -> list[str]:
-        return words_of(self.settings | {"runs_dir": str(runs_dir)} | settings)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Makes copies, each once, and trains them."""
-    made = {}
-
-    def make(name: str) -> Copy:
-        if name not in made:
-            script = IDEAS[name]
-            settings = {"env_id": "bossfight"} | SMALL | OF_SCRIPT[script] | OF_IDEA.get(name, {})
-            folder = tmp_path_factory.mktemp(name)
-            path = folder / f"{name}.py"
-            path.write_text(ideas.changed(ideas.changed(read(script), name), "fewer_pixels"))
-            copy = Copy(path, settings, None, None)
-            process = run(folder, copy, copy.words(folder / "runs"))
-            (run_dir,) = (folder / "runs").iterdir()
-            made[name] = copy._replace(run_dir=run_dir, process=process)
-        return made[name]
-
-    return make
+def copy_with(name: str, folder: Path) -> Path:
+    """A copy with an idea, and with fewer pixels."""
+    path = folder / f"{name}.py"
+    path.write_text(ideas.changed(ideas.changed(read(IDEAS[name][0]), name), "fewer_pixels"))
+    return path
 
 
 def read(script: str) -> str:
     return (fast.ROOT / f"{script}.py").read_text()
 
 
-def run(folder: Path, copy: Copy, words: list[str], status: int = 0, kill_at: int | None = None) -> fast.Fork:
-    """`python <copy> <words>`, which prints into `folder`, until it ends with `status`."""
-    with fast.Fork(folder / "printed", ideas.run, copy.script, words, kill_at) as process:
-        assert process.wait() == status, process.errors
-    return process
+@pytest.fixture
+def forks(tmp_path, monkeypatch):
+    """check_copy forks what it runs, and evaluates in this process."""
+
+    def do(command, seconds, log, kill_when=None):
+        words = command[1:]
+        if Path(words[0]) == Path(evaluate.__file__):
+            evaluate.main(tyro.cli(evaluate.Args, args=words[1:]))
+            return 0
+        if words[0] == "-m":  # torchrun, with four more words
+            with Ranks(tmp_path, 2).started(ideas.run, words[5:]) as ranks:
+                status = max([rank.wait(seconds) for rank in ranks])
+                log.write_text("".join([rank.output + rank.errors for rank in ranks]))
+            return status
+        with fast.Fork(tmp_path, ideas.run, words, kill_when is not None) as fork:
+            if kill_when is not None:
+                fork.wait_for(kill_when)
+                fork.process.kill()
+            status = fork.wait(seconds)
+            log.write_text(fork.output + fork.errors)
+        return status
+
+    monkeypatch.setattr(check_copy, "do", do)
 
 
-@ALL
+@pytest.mark.parametrize("name", IDEAS)
 def test_lines_that_an_idea_changes(name):
-    script = read(IDEAS[name])
-    sources = script, ideas.changed(script, name)
+    script, most = IDEAS[name]
+    sources = read(script), ideas.changed(read(script), name)
     _, _, *marked = difflib.unified_diff(*(source.splitlines() for source in sources), n=0, lineterm="")
-    assert sum(line[0] in "+-" for line in marked) <= (60 if name == "level_replay" else 30)
+    assert sum(line[0] in "+-" for line in marked) <= most
 
 
-@ALL
-def test_it_trains_and_is_evaluated_and_exported(name, trained, tmp_path):
-    _, settings, run_dir, process = trained(name)
-    title = f"{name}-appo" if IDEAS[name] == "impala" else name
-    assert process.output.startswith(f"{title} on {settings['env_id']}")
-    assert f"done: {settings['total_timesteps']} steps" in process.output
-    figures = evaluate.main(evaluate.Args(run_dir, episodes=2, num_envs=2, device="cpu"))
-    assert math.isfinite(figures[f"{settings['env_id']} mean"])
-    evaluate.export(run_dir, tmp_path / "policy.pt")
-    agent, *_ = load_agent(run_dir)
-    shape = (16, 16, 1) if name == "own_environment" else (64, 64, 3)
-    obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8)
-    with torch.no_grad():
-        dist, _ = agent.get_action_dist(obs)
-        found = torch.jit.load(tmp_path / "policy.pt")(obs)
-    torch.testing.assert_close(found.log_softmax(-1), dist.logits, rtol=0, atol=1e-4)
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("name", IDEAS)
+def test_a_copy_keeps_the_promises_of_a_script(name, tmp_path, capsys):
+    broken = check_copy.check(copy_with(name, tmp_path), FLAGS + OF_IDEA.get(name, []), tmp_path)
+    output = capsys.readouterr().out
+    assert broken == [], output
+    assert ("not exact" in output) == (name == "own_environment")
+    (whole,), (ranks,) = (list((tmp_path / each).glob(f"*__{name}*")) for each in ("whole", "ranks"))
+    new, old = (torch.load(path)["parts"] for path in checkpoints(whole))
+    assert all(not torch.equal(x, new["agent"][name]) for name, x in old["agent"].items() if "weight" in name)
+    states = newest_checkpoint(ranks)["ranks"]
+    if name == "level_replay":  # each rank has a sampler of its own
+        assert states[0]["levels"]["seed"] != states[1]["levels"]["seed"]
+        assert not torch.equal(states[0]["levels"]["scores"], states[1]["levels"]["scores"])
 
 
-@ALL
-def test_a_killed_run_is_the_same_run(name, trained, tmp_path):
-    """Killed in its last iteration, which is PPG's mid-phase."""
-    copy = trained(name)
-    total = copy.settings["total_timesteps"]
-    words = copy.words(tmp_path / "runs", checkpoint_interval=0)
-    run(tmp_path, copy, words, status=-signal.SIGKILL, kill_at=total)
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    process = run(tmp_path, copy, ["--resume", str(run_dir)])
-    assert f"resumed at step {total * 4 // 5}" in process.output
-    if copy.settings["env_id"] == "bossfight":
-        check_same_run(run_dir, copy.run_dir)
-        mine, theirs = newest_checkpoint(run_dir), newest_checkpoint(copy.run_dir)
-        assert mine["step"] == theirs["step"] == total
-        assert same([mine["parts"], mine["ranks"]], [theirs["parts"], theirs["ranks"]])
-    else:
-        assert "new episodes begin" in process.errors
-        assert f"done: {total} steps" in process.output
+DEFECTS = {  # a part of ppg.py, what takes its place, and what is said of it
+    "killed and resumed": ('"aux_optimizer": aux_optimizer', "", "an undisturbed run's .*: agent"),
+    "two ranks": ("args.learning_rate * left", "args.learning_rate * left * (1 + world.rank)", "rank's: agent"),
+    "trained": ("gamma: Fraction = 0.999", "gamma: Fraction = 2", "error: --gamma 2 cannot work"),
+}
 
 
-@ALL
-def test_two_ranks_train_it(name, trained, tmp_path):
-    """All networks, with their buffers, are the same on both ranks before anything is learnt, and at the end."""
-    copy = trained(name)
-    forks = Ranks(tmp_path, 2).run(ideas.run, copy.script, copy.words(tmp_path / "runs"), None, tmp_path)
-    assert "\ndone: " in forks[0].output
-    start, end = ([torch.load(tmp_path / f"{when}{rank}.pt") for rank in range(2)] for when in ("start", "end"))
-    assert start[0].keys() == ({"agent", "ema"} if name == "averaged_policy" else {"agent"})
-    for mine, theirs in (start, end):
-        for network, state in mine.items():
-            assert [each for each in state if not torch.equal(state[each], theirs[network][each])] == []
-    for network, state in start[0].items():
-        assert not same(state, end[0][network])
-    if name == "level_replay":
-        (run_dir,) = (tmp_path / "runs").iterdir()
-        states = [state["levels"] for state in newest_checkpoint(run_dir)["ranks"]]
-        assert states[0]["seed"] != states[1]["seed"]  # each rank has a sampler of its own
-        assert not same(states[0]["scores"], states[1]["scores"])
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("promise", DEFECTS)
+def test_a_broken_promise_is_found(promise, tmp_path, capsys):
+    old, new, reason = DEFECTS[promise]
+    source = ideas.changed(read("ppg"), "fewer_pixels")
+    assert source.count(old) == 1
+    (tmp_path / "defect.py").write_text(source.replace(old, new))
+    assert len(check_copy.check(tmp_path / "defect.py", FLAGS, tmp_path)) == 1
+    assert re.search(f"FAILED  {promise}.*{reason}", capsys.readouterr().out)
 
 
-def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(trained, tmp_path):
+def test_the_exit_code_tells_of_a_broken_promise(tmp_path):
+    with fast.Fork(tmp_path, ideas.run, [check_copy.__file__, str(tmp_path / "nothing.py")]) as fork:
+        assert fork.wait() == 1
+        assert fork.output.startswith("FAILED  trained: [Errno 2] No such file")
+
+
+def test_a_gru_learns_from_the_policy_that_has_acted(tmp_path):
+    """Across ends of episodes, and with the state that the rollout before has left. Evaluations act alike."""
+    module = load_script(copy_with("gru", tmp_path))
+    update, rollouts = module.update, []
+
+    def spied_update(agent, optimizer, rollout, args, run):
+        state = rollout.state
+        with torch.no_grad():
+            for obs, actions, logprobs, dones in zip(*rollout[:3], rollout.dones, strict=True):
+                dist, state = agent.get_action_dist(obs, state)
+                torch.testing.assert_close(dist.log_prob(actions), logprobs, rtol=0, atol=1e-5)
+                state[:, dones > 0] = 0
+            _, metrics = module.ppo_loss(agent, rollout, args)
+            _, values = agent.unroll(rollout.obs, rollout.state, rollout.dones)
+        assert metrics["losses/ratio_deviation"] < 1e-5
+        torch.testing.assert_close(values, rollout.values, rtol=0, atol=1e-5)
+        rollouts.append(rollout)
+        return update(agent, optimizer, rollout, args, run)
+
+    with mock.patch.object(module, "update", spied_update):
+        small = {"env_id": "CartPole-v1", "num_envs": 4, "num_steps": 64, "num_minibatches": 2, "device": "cpu"}
+        module.main(module.Args(**small, total_timesteps=3 * 256, init_fn="identity", runs_dir=str(tmp_path)))
+    assert not rollouts[0].state.any()
+    assert all(rollout.state.any() and rollout.dones[:-1].any() for rollout in rollouts[1:])
+
+
+def test_hl_gauss_targets_and_loss(tmp_path):
+    """Bin by bin: the share of the normal distribution that falls in; and a cross-entropy by hand."""
+    module = load_script(copy_with("hl_gauss", tmp_path))
+    edges = torch.linspace(-5, 5, 21)
+    returns = torch.tensor([-3.1, 0.0, 0.26, 2.75, 9.0])  # the last is beyond the edge
+    found = module.target_probabilities(returns, edges)
+    expected = torch.zeros(5, 20)
+    for row, y in zip(expected, returns.clamp(max=5).tolist(), strict=True):
+        cdf = [math.erf((edge - y) / (0.75 * 0.5) / 2**0.5) for edge in edges.tolist()]
+        row[:] = torch.tensor([right - left for left, right in itertools.pairwise(cdf)]) / (cdf[-1] - cdf[0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.sum(-1), torch.ones(5))
+    torch.testing.assert_close(found[:4] @ (edges[:-1] + edges[1:]) / 2, returns[:4], rtol=0, atol=1e-4)
+    logits = torch.randn(5, 20)
+    by_hand = -(expected * logits.log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(module.value_loss(logits, returns, edges), by_hand)
+
+
+def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(tmp_path):
     """A score is the mean |A| over the steps of the level's latest episode. The advantages come from all rollouts."""
-    script, settings, *_ = trained("level_replay")
-    module = load_script(str(script))
+    module = load_script(copy_with("level_replay", tmp_path))
+    small = {"env_id": "bossfight", "num_envs": 4, "num_steps": 32, "num_minibatches": 2, "total_timesteps": 5 * 128}
+    small |= {"num_levels": 5, "start_level": 7, "feature_dim": 16, "device": "cpu", "runs_dir": str(tmp_path / "runs")}
     compute_gae, set_next_level = module.compute_gae, Envs.set_next_level
     rollouts, chosen = [], [[] for _ in range(4)]
 
@@ -178,7 +187,7 @@ def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(trained, tm
 
     gae_spy = mock.patch.object(module, "compute_gae", spied_gae)
     with gae_spy, mock.patch.object(Envs, "set_next_level", spied_choice):
-        run_dir = module.main(module.Args(**settings, runs_dir=str(tmp_path)))
+        run_dir = module.main(module.Args(**small))
     played = [[] for _ in range(4)]
     for row in read_csv(run_dir / "episodes.csv"):
         played[int(row["env"])].append(int(row["level_seed"]))
@@ -199,9 +208,9 @@ def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(trained, tm
     assert np.count_nonzero(scores) > 2
 
 
-def test_level_replay_chooses_by_rank_and_staleness(trained):
+def test_level_replay_chooses_by_rank_and_staleness(tmp_path):
     """Six levels, two of them unseen. The paper's equations, level by level, and the shares of 3,000 choices."""
-    module = load_script(str(trained("level_replay").script))
+    module = load_script(copy_with("level_replay", tmp_path))
     args = SimpleNamespace(num_levels=6, num_envs=1, start_level=20)
     state = {"scores": torch.tensor([0.2, 0.0, 0.5, 0.0, 0.3, 0.1]), "stamps": torch.tensor([9, 0, 4, 0, 1, 10])}
 

@@ -1,4 +1,4 @@
-"""Six ideas that a researcher might have, as changes of the scripts; and what a process does that runs such a copy.
+"""Eight ideas that a researcher might have, as changes of the scripts; and what a process does that runs such a copy.
 
 An idea is a `diff`, without line numbers: a hunk is whatever stands between two lines with @@. Its lines with a minus
 or none must be in the script, once, next to each other; the lines with a plus or none take their place.
@@ -6,14 +6,12 @@ or none must be in the script, once, next to each other; the lines with a plus o
 
 import os
 import runpy
-import signal
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
-import torch
-
-from common import checkpoint, session
+from common.checkpoint import Checkpoints
 
 HERE = Path(__file__).parent
 
@@ -29,31 +27,16 @@ def changed(source: str, name: str) -> str:
     return source[1:]
 
 
-def run(script: Path, words: list[str], kill_at: int | None = None, keep: Path | None = None) -> None:
-    """`python <script> <words>`. SIGKILL ends it before it saves step `kill_at`; the states of its networks, before
-    anything is learnt and at the end, are saved in the folder `keep`."""
+def run(words: list[str], stays: bool = False) -> None:
+    """`python <words>`. If it `stays`, it does not get to its last checkpoint, but waits to be killed."""
     os.environ["CXX"] = "false"  # compiling kernels would take longer than the run
+    save = Checkpoints.save
 
-    class Checkpoints(checkpoint.Checkpoints):
-        def __init__(self, *args, **named):
-            super().__init__(*args, **named)
-            self.keep_networks("start")
+    def save_or_stay(checkpoints, step):
+        if stays and step >= checkpoints.run.total_steps:
+            time.sleep(60)
+        save(checkpoints, step)
 
-        def save(self, step):
-            if step == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            super().save(step)
-
-        def close(self, error):
-            self.keep_networks("end")
-            super().close(error)
-
-        def keep_networks(self, when):
-            if keep is not None:
-                networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
-                states = {name: network.state_dict() for name, network in networks.items()}
-                torch.save(states, keep / f"{when}{self.world.rank}.pt")
-
-    sys.argv = [str(script), *words]
-    with mock.patch.object(session, "Checkpoints", Checkpoints):
-        runpy.run_path(str(script), run_name="__main__")
+    sys.argv = words
+    with mock.patch.object(Checkpoints, "save", save_or_stay):
+        runpy.run_path(words[0], run_name="__main__")

@@ -1,0 +1,126 @@
+"""Which promises of a script does a copy keep? A line for each; the exit code is 0 if it keeps all.
+
+    python benchmarks/check_copy.py my_idea.py
+    python benchmarks/check_copy.py my_idea.py -- --env-id CartPole-v1    # flags of the copy, which win
+
+What `open_run` does not get, an optimizer say, starts anew in a resumed run, without an error. Procgen shows it here.
+"""
+
+import os
+import re
+import runpy
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils._pytree import tree_map
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import TrainingError
+from common.checkpoint import SHARED, Checkpoints, load_script, newest_checkpoint
+from common.run import CSV_COLUMNS
+from common.settings import flag
+from gpu_check import do
+
+SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of PPG
+    "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "n_pi": 3, "e_aux": 1, "batch_size": 2,
+    "num_aux_rollouts": 2, "num_actors": 0, "log_interval": 1, "checkpoint_interval": 0, "total_timesteps": 11 * 32,
+}  # fmt: skip
+
+
+@contextmanager
+def promise(name: str, broken: list[str]) -> Iterator[list[str]]:
+    """Print whether the block raises no error, with what it adds to a list; else the name joins the `broken` ones."""
+    words = [f"ok      {name}"]
+    try:
+        yield words
+    except Exception as error:  # the copy's own, too
+        broken.append(name)
+        words = [f"FAILED  {name}", " ".join(str(error).split()) or repr(error)]
+    print(*words, sep=": ", flush=True)
+
+
+def python(log: Path, *words: Any, **kill_when: Callable) -> str:
+    """What `python <words>` prints. Raises TrainingError if it fails, or ends before it is to be killed."""
+    log.write_text("")
+    status = do([sys.executable, *map(str, words)], 300, log, **kill_when)
+    printed = log.read_text(errors="replace")
+    if status != (-signal.SIGKILL if kill_when else 0):
+        reasons = re.findall(".*[Ee]rror: .*", printed) or printed.splitlines()[-1:]
+        raise TrainingError(f"exit code {status}, {' '.join(reasons[:1])}")
+    return printed
+
+
+def contents(run_dir: Path) -> dict[str, Any]:
+    """The parts in a run's last checkpoint, and the rows of its CSVs without their second column, a time."""
+    checkpoint = newest_checkpoint(run_dir)
+    rows = {name: re.sub("(?m)^([^,]*),[^,]*", r"\1", (run_dir / name).read_text()) for name in CSV_COLUMNS}
+    return checkpoint["parts"] | checkpoint["ranks"][0] | rows
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any], whose: str) -> None:
+    mine, theirs = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, (mine, theirs))
+    if different := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]:
+        raise TrainingError(f"different from {whose}: {', '.join(different)}")
+
+
+def as_rank(script: str, words: list[str]) -> None:
+    """Run the script as a rank of torchrun. In the end compare networks and optimizers: a checkpoint has rank 0's."""
+    close = Checkpoints.close
+
+    def compare_and_close(checkpoints: Checkpoints, error: BaseException | None) -> None:
+        shared = {name: part.state_dict() for name, part in checkpoints.parts.items() if isinstance(part, SHARED)}
+        if error is None:
+            compare(*checkpoints.world.all_gather(shared), "the other rank's")
+        close(checkpoints, error)
+
+    Checkpoints.close = compare_and_close
+    sys.argv, sys.path[0] = [script, *words], str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def check(script: Path, extra: list[str], folder: Path) -> list[str]:
+    """Print a line for each promise; return the broken ones. Runs and the log are in `folder`."""
+    here, log, broken, words = Path(__file__).resolve(), folder / "log", [], []
+    with promise("trained", broken):
+        for name, value in SIZES.items():
+            words += [flag(name), value] if hasattr(load_script(script).Args, name) else []
+        words += [*extra, "--runs-dir"]
+        python(log, script, *words, folder / "whole")
+        (whole,) = (folder / "whole").iterdir()
+    if broken:
+        return broken
+    with promise("killed and resumed", broken) as said:
+        last = int(max(whole.glob("checkpoints/*.pt")).stem)
+
+        def late() -> bool:  # after PPG's first phase
+            return any(3 * int(file.stem) > last for file in folder.glob("killed/*/checkpoints/*.pt"))
+
+        python(log, script, *words, folder / "killed", kill_when=late)
+        (killed,) = (folder / "killed").iterdir()
+        exact = "new episodes begin" not in python(log, script, "--resume", killed)
+        said.append("the same run" if exact else "not exact: the environments have no state")
+        if exact:
+            compare(contents(killed), contents(whole), "an undisturbed run's (does open_run get all that learns?)")
+    with promise("loaded, evaluated and exported", broken):
+        evaluate = [here.with_name("evaluate.py"), whole, "--export", folder / "policy.pt"]
+        python(log, *evaluate, "--episodes", 2, "--num-envs", 2)
+    with promise("two ranks with the same networks", broken):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, here, script, "--"]
+        python(log, *torchrun, *words, folder / "ranks", "--device", "cpu")
+    return broken
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[2:3] not in ([], ["--"]):
+        sys.exit(__doc__)
+    script, extra = Path(sys.argv[1]).resolve(), sys.argv[3:]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        as_rank(str(script), extra)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(len(check(script, extra, Path(folder))))
