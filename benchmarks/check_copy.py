@@ -6,9 +6,7 @@
 What `open_run` does not get, an optimizer say, starts anew in a resumed run, without an error. Procgen shows it here.
 """
 
-import os
 import re
-import runpy
 import signal
 import sys
 import tempfile
@@ -21,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import TrainingError
-from common.checkpoint import SHARED, Checkpoints, load_script, newest_checkpoint
+from common.checkpoint import load_script, newest_checkpoint
 from common.run import CSV_COLUMNS
 from common.settings import flag
 from gpu_check import do
@@ -59,28 +57,8 @@ def contents(run_dir: Path) -> dict[str, Any]:
     """The parts in a run's last checkpoint, and the rows of its CSVs without their second column, a time."""
     checkpoint = newest_checkpoint(run_dir)
     rows = {name: re.sub("(?m)^([^,]*),[^,]*", r"\1", (run_dir / name).read_text()) for name in CSV_COLUMNS}
-    return checkpoint["parts"] | checkpoint["ranks"][0] | rows
-
-
-def compare(mine: dict[str, Any], theirs: dict[str, Any], whose: str) -> None:
-    mine, theirs = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, (mine, theirs))
-    if different := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]:
-        raise TrainingError(f"different from {whose}: {', '.join(different)}")
-
-
-def as_rank(script: str, words: list[str]) -> None:
-    """Run the script as a rank of torchrun. In the end compare networks and optimizers: a checkpoint has rank 0's."""
-    close = Checkpoints.close
-
-    def compare_and_close(checkpoints: Checkpoints, error: BaseException | None) -> None:
-        shared = {name: part.state_dict() for name, part in checkpoints.parts.items() if isinstance(part, SHARED)}
-        if error is None:
-            compare(*checkpoints.world.all_gather(shared), "the other rank's")
-        close(checkpoints, error)
-
-    Checkpoints.close = compare_and_close
-    sys.argv, sys.path[0] = [script, *words], str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
+    parts = checkpoint["parts"] | checkpoint["ranks"][0]
+    return rows | tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, parts)
 
 
 def check(script: Path, extra: list[str], folder: Path) -> list[str]:
@@ -104,14 +82,15 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
         (killed,) = (folder / "killed").iterdir()
         exact = "new episodes begin" not in python(log, script, "--resume", killed)
         said.append("the same run" if exact else "not exact: the environments have no state")
-        if exact:
-            compare(contents(killed), contents(whole), "an undisturbed run's (does open_run get all that learns?)")
+        mine, theirs = contents(killed), contents(whole)
+        if exact and (different := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]):
+            raise TrainingError(f"not as in an undisturbed run (does open_run get all that learns?): {different}")
     with promise("loaded, evaluated and exported", broken):
         evaluate = [here.with_name("evaluate.py"), whole, "--export", folder / "policy.pt"]
         python(log, *evaluate, "--episodes", 2, "--num-envs", 2)
     with promise("two ranks with the same networks", broken):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, here, script, "--"]
-        python(log, *torchrun, *words, folder / "ranks", "--device", "cpu")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        python(log, *torchrun, script, *words, folder / "ranks", "--device", "cpu")
     return broken
 
 
@@ -119,8 +98,5 @@ if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[2:3] not in ([], ["--"]):
         sys.exit(__doc__)
     script, extra = Path(sys.argv[1]).resolve(), sys.argv[3:]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        as_rank(str(script), extra)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.exit(len(check(script, extra, Path(folder))))
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(len(check(script, extra, Path(folder))))

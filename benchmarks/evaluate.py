@@ -248,7 +248,7 @@ def export(source: Path, out: Path, script: Path | None = None) -> None:
     obs = torch.as_tensor(envs.reset(seed=1)[0])
     envs.close()
     inputs = [obs if obs.dim() == 4 else obs.float()]
-    if getattr(agent, "lstm", None) is not None:
+    if hasattr(agent, "initial_state") and agent.initial_state(1).numel():
         inputs.append(torch.randn_like(agent.initial_state(len(obs))))
     policy = Policy(agent).eval()
     with torch.no_grad(), warnings.catch_warnings():

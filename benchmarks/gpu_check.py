@@ -7,21 +7,12 @@
     speed     throughput.py of each script with --accelerate eager, compile and cudagraphs
 
 Each part is a process of its own, with a time limit and a log in `<out>/logs`. Its line in `<out>/results.jsonl` has
-the machine and the commit. A part that failed, or that --budget had no time for, is left to the next call. A machine
-with PyTorch for CUDA but without network gets the rest in a folder that the first command fills, and goes on so:
-
-    python benchmarks/gpu_check.py --gather .gpu --there torch numpy tensorboard imageio
-    python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/site .gpu/wheels/*
-    export PYTHONPATH=/tmp/site LD_LIBRARY_PATH=$PWD/.gpu/libs${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-    python3 benchmarks/gpu_check.py --out "$OUT" --budget 540
+the machine and the commit. A part that failed, or that --budget had no time for, is left to the next call.
 """
 
-import importlib.util
 import json
 import os
-import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,13 +21,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 import tyro
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.device import resolve_device
@@ -46,9 +34,6 @@ from common.settings import Positive, check_limits
 
 ALGORITHMS = ("ppo", "ppg", "impala")
 SECONDS = {"tests": 420, "resume": 300, "speed": 420}  # that a part may take
-UNUSED = {"imageio-ffmpeg", "glfw", "moderngl"}  # which gym3 needs for windows and videos alone
-RUNTIME = re.compile(r"(libc|libm|libdl|librt|libpthread|libresolv|libz|libstdc\+\+|libgcc_s|ld-linux-x86-64)\.so")
-PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40)))
 
 
 @dataclass
@@ -63,12 +48,6 @@ class Args:
     """short speed runs, without compilation and CUDA graphs"""
     budget: Positive[float] = 3600.0
     """seconds that this call may take"""
-    gather: Path | None = None
-    """do nothing but gather wheels and libraries for another machine in this folder"""
-    there: tuple[str, ...] = ("torch", "numpy", "tensorboard", "imageio")
-    """packages that the other machine has"""
-    python: str = "3.12"
-    """version of Python on the other machine, which is x86-64"""
 
 
 def plan(args: Args) -> dict[str, list[str]]:
@@ -99,47 +78,8 @@ def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lamb
         return process.wait()
 
 
-def needed(names: list[str], python: str, without: set[str]) -> set[str]:
-    """Packages, and all that they need with this version of Python; those `without` and their needs are left out."""
-    found, waiting = set(), [canonicalize_name(name) for name in names]
-    while waiting:
-        name = waiting.pop()
-        if name in found or name in without:
-            continue
-        found.add(name)
-        for requirement in map(Requirement, metadata.requires(name) or ()):
-            if not requirement.marker or requirement.marker.evaluate({"python_version": python, "extra": ""}):
-                waiting.append(canonicalize_name(requirement.name))
-    return found
-
-
-def gather(args: Args) -> None:
-    """Fill wheels/ with requirements.txt and pytest, in the versions installed here, and libs/ with what Procgen draws
-    in. Left out is what the machine has: --there with all that these need, and the runtimes of C and C++."""
-    wheels, libs = args.gather / "wheels", args.gather / "libs"
-    pip = [sys.executable, "-m", "pip"]
-    for folder in (wheels, libs):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.M)
-    platforms = [word for each in PLATFORMS for word in ("--platform", f"{each}_x86_64")]
-    there = ["--only-binary=:all:", "--implementation", "cp", "--python-version", args.python, *platforms]
-    for name in sorted(needed([*pinned, "pytest"], args.python, needed(list(args.there), args.python, set()) | UNUSED)):
-        wanted = ["--quiet", "--no-deps", f"{name}=={metadata.version(name)}"]
-        if subprocess.run([*pip, "download", *wanted, *there, "--dest", wheels], capture_output=True).returncode:
-            subprocess.run([*pip, "wheel", *wanted, "--wheel-dir", wheels], check=True)
-    package = Path(importlib.util.find_spec("procgen").origin).resolve().parent
-    ldd = subprocess.check_output(["ldd", package / "data/prebuilt/libenv.so"], text=True)
-    for name, path in re.findall(r"(\S+) => (/\S+|not found)", ldd):
-        if package.parent not in Path(path).resolve().parents and not RUNTIME.match(name):  # its wheel has the others
-            shutil.copy(path, libs / name)  # of a library that is not found, an error
-    print(f"{sum(path.stat().st_size for path in args.gather.glob('*/*')) / 1e6:.0f} MB in {args.gather}")
-
-
 def main(args: Args) -> None:
     check_limits(args)
-    if args.gather:
-        return gather(args)
     end = time.monotonic() + args.budget
     args.out = args.out.expanduser().resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)

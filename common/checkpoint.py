@@ -169,10 +169,11 @@ class Checkpoints:
             self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
-        """Copy the state after `step` steps; write it if it is time. Raises TrainingError for a NaN parameter."""
+        """Copy the state after `step` steps; write it if it is time. Raises TrainingError for a parameter that is NaN,
+        or not the same on all ranks."""
         networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
         sums = {f"{name}.{inner}": x.sum() for name, part in networks.items() for inner, x in part.named_parameters()}
-        require_finite(step, sums)  # a sum is NaN or infinite if a number is
+        sums = require_finite(step, sums)  # a sum is NaN or infinite if a number is
         run, now = self.run, time.monotonic()
         due = now - self.last_copy >= min(RANKS_COPY_SECONDS, 60 * run.args.checkpoint_interval)
         if self.world.world_size > 1 and not self.world.broadcast(due or step >= run.total_steps):
@@ -180,11 +181,19 @@ class Checkpoints:
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
         shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
-        ranks = self.world.all_gather(copy_to_cpu(own))
+        ranks = self.world.all_gather((copy_to_cpu(own), sums))
+        for name, value in sums.items():
+            if any(not math.isclose(value, other[name], rel_tol=1e-3, abs_tol=1e-3) for _, other in ranks):
+                raise TrainingError(f"{name} differs between the ranks at step {step:,}: they must learn alike")
         statistics = run.state_dict()
         if self.world.rank > 0:
             return
-        self.snapshot = self.head | {"step": step, "run": statistics, "parts": copy_to_cpu(shared), "ranks": ranks}
+        self.snapshot = self.head | {
+            "step": step,
+            "run": statistics,
+            "parts": copy_to_cpu(shared),
+            "ranks": [own for own, _ in ranks],
+        }
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
             self.last_write = now

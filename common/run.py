@@ -196,12 +196,13 @@ class Run:
         the speed if they are `whole`, with all their work. Raises TrainingError as `require_finite` and `write`."""
         self.flush()
         values = require_finite(step, self.world.all_reduce_mean(metrics))
+        rows = {"metrics.csv": [*values.items()]}
         values |= {"charts/SPS": step / (time.monotonic() - self.start), "charts/last_100_return": mean(self.recent)}
         solved = None
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        self.write(step, values, {"progress.csv": [(*returns, solved)], "metrics.csv": [*values.items()]})
+        self.write(step, values, rows | {"progress.csv": [(*returns, solved)]})
         self.new_returns.clear()
         self.now_at = step
         if whole:

@@ -101,8 +101,12 @@ def test_a_copy_keeps_the_promises_of_a_script(name, tmp_path, capsys):
 
 
 DEFECTS = {  # a part of ppg.py, what takes its place, and what is said of it
-    "killed and resumed": ('"aux_optimizer": aux_optimizer', "", "an undisturbed run's .*: agent"),
-    "two ranks": ("args.learning_rate * left", "args.learning_rate * left * (1 + world.rank)", "rank's: agent"),
+    "killed and resumed": ('"aux_optimizer": aux_optimizer', "", "undisturbed run .*agent"),
+    "two ranks": (
+        "args.aux_learning_rate, eps",
+        "args.aux_learning_rate * (1 + world.rank), eps",
+        "differs between the ranks",
+    ),
     "trained": ("gamma: Fraction = 0.999", "gamma: Fraction = 2", "error: --gamma 2 cannot work"),
 }
 
