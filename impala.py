@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer, RMSprop
 
-from common import InputError
+from common import InputError, TrainingError
 from common.checkpoint import Kept
 from common.device import to_device
 from common.envs import Envs, Episode, finished_episodes, make_vec
@@ -359,7 +359,7 @@ def act(
         states = envs.state_dict()
         recurrent = state.cpu()
         if not unrolls.logprobs.isfinite().all():  # waits for the GPU, so the learner's stream can read the unrolls
-            raise FloatingPointError(f"an output of the policy after {version:,} updates is NaN or infinite")
+            raise TrainingError(f"an output of the policy after {version:,} updates is NaN or infinite")
         for n in range(num_envs):
             unroll = Unroll(*[field[:, n] for field in unrolls])
             yield Experience(unroll, version, first_env + n, episodes[n], states[n] | {"recurrent": recurrent[:, n]})
@@ -372,8 +372,6 @@ class ActorThreads:
         self.queue = Queue(queue_size)
         self.device, self.stop = device, stop
         self.threads = [Thread(target=self.run, args=[actor], name="actor", daemon=True) for actor in actors]
-
-    def start(self) -> None:
         for thread in self.threads:
             thread.start()
 
@@ -633,7 +631,6 @@ def main(args: Args) -> Path:
                 torch.cuda.synchronize(device)  # the actors' first policy is there
             threads = ActorThreads(actors, args.queue_size, device, stop)
             session.stop_actors = threads.close
-            threads.start()
 
         while step < run.total_steps:
             if args.anneal_lr:

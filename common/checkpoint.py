@@ -169,8 +169,7 @@ class Checkpoints:
             self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
-        """Copy the state after `step` steps; write it if it is time. Raises TrainingError for a parameter that is NaN,
-        or not the same on all ranks."""
+        """Copy the state after `step` steps; write it if it is time. Raises TrainingError for NaN or unequal ranks."""
         networks = {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
         sums = {f"{name}.{inner}": x.sum() for name, part in networks.items() for inner, x in part.named_parameters()}
         sums = require_finite(step, sums)  # a sum is NaN or infinite if a number is

@@ -46,8 +46,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def cpu_has(instructions: str) -> bool:
-    """Whether this processor has `instructions`, by PyTorch's name for them. Older versions of PyTorch cannot tell."""
-    return hasattr(torch.cpu, "get_capabilities") and bool(torch.cpu.get_capabilities().get(instructions))
+    """Whether this processor has `instructions`, by PyTorch's name for them."""
+    return bool(torch.cpu.get_capabilities().get(instructions))
 
 
 def setup_device(device: torch.device, seed: int, torch_deterministic: bool = True) -> None:

@@ -17,19 +17,16 @@ from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
 
 from common import InputError, TrainingError
-from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv, is_procgen
+from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
 from common.settings import HOST_MEMORY, EnvArgs, ProcgenArgs, flag
-
-VIDEO_HEIGHT = 256  # pixels: smaller frames are enlarged
 
 
 def make_vec(args: EnvArgs, num_envs: int, seed: int, render: bool = False) -> VectorEnv:
     """Make `num_envs` copies of what `--env-id` names: a Procgen game, several ("coinrun,maze") or a Gymnasium task.
-
     `seed` is for Procgen's level draws; `reset(seed=...)` seeds Gymnasium tasks. With `render` these can be drawn, and
     Procgen draws 512x512 pixels. Raises InputError as `check_envs`, and for a task that cannot be made."""
     check_envs(args, num_envs)
-    if is_procgen(args.env_id):
+    if set(args.env_id.split(",")) <= set(PROCGEN_GAMES):
         envs = ProcgenVectorEnv(args, num_envs, seed, render)
     else:
         envs = make_gymnasium(args.env_id, num_envs, render)
@@ -108,9 +105,7 @@ class Envs(RecordEpisodeStatistics):
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions; `pinned` keeps them in one buffer of pinned memory, which each step overwrites. `video`
     films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise.
-
-    `layers` are the environment, if it has `state_dict` and `load_state_dict`, as Procgen's has, and its wrappers that
-    have them: a state is a list with a dict for each environment. What has memory needs them to be resumed."""
+    README.md says what environments and wrappers with memory need to be resumed."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -122,7 +117,7 @@ class Envs(RecordEpisodeStatistics):
         elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
             envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
         super().__init__(envs)
-        chain = [envs]
+        chain = [envs]  # the layers are those that have a state
         while isinstance(chain[-1], VectorWrapper):
             chain.append(chain[-1].env)
         self.layers = [each for each in chain if hasattr(each, "state_dict")]
@@ -239,7 +234,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     precedes the names of the level flags in messages. This does not check whether a Gymnasium task exists."""
     games, mode = args.env_id.split(","), f"--distribution-mode {args.distribution_mode}"
     levels, start = f"--{prefix}num-levels", f"--{prefix}start-level"
-    if not is_procgen(args.env_id):
+    if not set(games) <= set(PROCGEN_GAMES):
         if len(games) > 1:
             raise unknown_env(args.env_id)
         names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
@@ -277,12 +272,12 @@ def open_video(file: Path | IO, fps: float) -> Any:
 
 class RecordFirstEnv(VectorWrapper):
     """Write videos of environment 0 into `folder`, once that is set: episodes 0, 1, 8, 27, ... and every thousandth.
-    `on_video` is called with the path of each. A thread encodes, as a Ctrl-C within PyAV would spoil the file."""
+    With `track`, Weights & Biases gets them. A thread encodes, as a Ctrl-C within PyAV would spoil the file."""
 
     def __init__(self, envs: VectorEnv):
         super().__init__(envs)
-        self.folder, self.on_video = None, lambda path: None
-        self.episode, self.path = 0, None
+        self.folder, self.path = None, None
+        self.track, self.episode = False, 0
         self.encoder = ThreadPoolExecutor(1)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
@@ -293,11 +288,11 @@ class RecordFirstEnv(VectorWrapper):
                 self.path = self.folder / f"episode-{self.episode}.mp4"
                 self.file = open_video(self.path, self.metadata.get("render_fps", 30))
             frame = self.env.render()[0]
-            scale = max(1, VIDEO_HEIGHT // len(frame))
+            scale = max(1, 256 // len(frame))  # pixels
             self.encoder.submit(self.file.write_frame, frame.repeat(scale, 0).repeat(scale, 1)).result()
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         if terminations[0] or truncations[0]:
-            self.finish_video()
+            self.finish_video(self.track)
             self.episode += 1
         return obs, rewards, terminations, truncations, infos
 
@@ -307,12 +302,15 @@ class RecordFirstEnv(VectorWrapper):
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         self.episode = states[0].get("episode", 0)  # 0: the run was not filmed before
 
-    def finish_video(self) -> None:
+    def finish_video(self, upload: bool) -> None:
         if self.path is not None:
             self.encoder.submit(self.file.close).result()
-            self.on_video(self.path)
+            if upload:
+                import wandb
+
+                wandb.log({"videos": wandb.Video(str(self.path))})
             self.path = None
 
     def close(self, **kwargs: Any) -> None:
-        self.finish_video()
+        self.finish_video(upload=False)
         super().close(**kwargs)

@@ -29,7 +29,7 @@ class RunningMoments(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.channels_last = len(shape) == 3 and shape[0] >= shape[2]  # as in the scripts' ImpalaCNN
+        self.channels_last = len(shape) == 3 and shape[0] >= min(shape[1:])  # as in the scripts' ImpalaCNN
         self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))

@@ -43,11 +43,6 @@ C_FUNCTIONS = ["int get_state(libenv_env *, int, char *, int);", "void set_state
 PACKAGE = "procgen" if importlib.util.find_spec("procgen") else "procgen_gym"
 
 
-def is_procgen(env_id: str) -> bool:
-    """Whether `--env-id` names a Procgen game, or several."""
-    return set(env_id.split(",")) <= set(PROCGEN_GAMES)
-
-
 class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
     The last frame of an episode is not reported. Environment i plays game i modulo their number. `seed` is that of the

@@ -5,11 +5,6 @@ from typing import Any
 import numpy as np
 
 
-def moments(x: np.ndarray) -> tuple[int, float, float]:
-    """Size, mean and variance of `x` [...]."""
-    return x.size, x.mean(), x.var()
-
-
 def merge_moments(running: tuple[Any, Any, Any], batch: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     """Size, mean and variance of the union of two sets, from those of each (Chan et al. 1979): numbers or tensors."""
     (count, mean, var), (size, batch_mean, batch_var) = running, batch
@@ -23,8 +18,11 @@ class RewardNormalizer:
     The return R_t = r_t + gamma R_(t-1) restarts with each episode. A rollout enters the statistics before it is scaled
     (as in OpenAI's code of PPG). Centring could change which policy is best. `World.moments` joins the ranks."""
 
-    def __init__(self, num_envs: int, gamma: float, norm_reward: str = "return", moments=moments, clip: float = 10.0):
-        self.gamma, self.norm_reward, self.moments, self.clip = gamma, norm_reward, moments, clip
+    def __init__(
+        self, num_envs: int, gamma: float, norm_reward: str = "return", moments: Any = None, clip: float = 10.0
+    ):
+        self.gamma, self.norm_reward, self.clip = gamma, norm_reward, clip
+        self.moments = moments or (lambda x: (x.size, x.mean(), x.var()))
         self.returns = np.zeros(num_envs)  # R_(t-1); 0 where an episode has just ended
         self.count, self.mean, self.var = 1e-4, 0.0, 1.0  # of all returns so far; starts as in baselines
 

@@ -123,13 +123,6 @@ class Run:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
 
-    def upload_video(self, path: Path) -> None:
-        """Show a video in Weights & Biases, if the run is tracked there."""
-        if self.wandb_run is not None:
-            import wandb
-
-            self.wandb_run.log({"videos": wandb.Video(str(path))})
-
     def cut_log(self, file: Path, header: str) -> None:
         """Drop the rows after the checkpoint's step and a last line cut short. Add columns that an older log lacks."""
         if not file.exists():
@@ -239,10 +232,6 @@ class Run:
         """The mean return of the last 100 episodes, and the share of them that solved their levels."""
         return describe(mean(self.recent), mean(self.recent_complete)) if self.recent else "no episode yet"
 
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
-
     def close(self, error: BaseException | None) -> None:
         """Close all files and unlock the folder. Raises OSError, with all open, if a run's end cannot be noted."""
         if self.world.rank > 0:
@@ -256,7 +245,6 @@ class Run:
                 each.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
-            self.wandb_run = None
         self.lock.close()
         if error is None or isinstance(error, KeyboardInterrupt):
             seconds = time.monotonic() - self.start
@@ -306,8 +294,7 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
     for package in ("numpy", "gymnasium", "procgen", "procgen-mirror", "procgen-gym"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    cpu = (re.findall("model name\t: (.*)", cpuinfo) or [platform.processor()])[0]
+    cpu = re.findall("model name\t: (.*)", Path("/proc/cpuinfo").read_text())[0]
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     changes = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cpp")
     new = git("status", "--porcelain", "--", script)  # other new files may be anyone's

@@ -23,7 +23,7 @@ from common.device import resolve_device, resolve_precision, setup_device
 from common.envs import Envs, spread_seed
 from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
-from common.procgen_env import is_procgen
+from common.procgen_env import PROCGEN_GAMES
 from common.run import ROOT, Run
 from common.settings import HOST_MEMORY, differs_from_preset, parse
 from common.world import World
@@ -34,7 +34,6 @@ OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-step
 
 class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
-
     Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
     `total_steps` and `num_iterations`, at which the run ends; `stop_actors()`, called before environments are closed,
     returns whether an actor hangs in one. Raises InputError, before anything is written, for settings that cannot
@@ -69,7 +68,7 @@ class Session:
         """Make and reset `num_envs` environments (None: all) of actor `number`."""
         args, num_envs = self.args, num_envs or self.args.num_envs
         video = args.capture_video and number == 0
-        render = video and not is_procgen(args.env_id)  # whose observations are filmed: it would draw all in 512x512
+        render = video and args.env_id.split(",")[0] not in PROCGEN_GAMES  # whose observations are filmed
         envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
         envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
         self.envs.append(envs)
@@ -112,8 +111,8 @@ class Session:
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))
         self.save = self.checkpoints.save
         if args.capture_video:
-            video = self.envs[0].video
-            video.folder, video.on_video = run.path / "videos", run.upload_video
+            self.envs[0].video.folder = run.path / "videos"
+            self.envs[0].video.track = args.track
         if resumed:
             load_parts({"random": RandomStates()}, resumed, world.rank)
         else:
@@ -140,8 +139,6 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
-            elif isinstance(error, FloatingPointError):
-                error = TrainingError(*error.args)
             said = re.search("allocate memory|size calculation", str(error))  # PyTorch's has no type on a CPU
             if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)

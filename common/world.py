@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from common import InputError, TrainingError
-from common.reward_scale import moments
 
 TIMEOUT = timedelta(minutes=10)  # for a rank that is late during training: its machine may have vanished
 PATIENCE = timedelta(hours=2)  # for rank zero while it evaluates, or writes the last checkpoint
@@ -105,7 +104,7 @@ class World:
     def moments(self, x: np.ndarray) -> tuple[int, float, float]:
         """Size, mean and variance of `x` [...] over all ranks."""
         if not self.several:
-            return moments(x)
+            return x.size, x.mean(), x.var()
         size, mean, squares = self.joined_moments(torch.as_tensor(x))
         return int(size), float(mean), float(squares / size)
 

@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import os
 import signal
+import sys
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -353,7 +355,7 @@ def read_video(path):
     return imageio.v3.imread(path, plugin="pyav")
 
 
-def test_videos_of_the_first_environment(tmp_path):
+def test_videos_of_the_first_environment(tmp_path, monkeypatch):
     """Episodes 0, 1 and 8 are on the schedule, 2 to 7 are not; the numbers go on after a resume. A Ctrl-C that comes
     while a frame is encoded leaves a video with all frames."""
     pytest.importorskip("av")
@@ -363,12 +365,14 @@ def test_videos_of_the_first_environment(tmp_path):
     envs.video.folder, other.video.folder = tmp_path / "videos", tmp_path / "others"
     actions, lengths = iter(random_actions(2000, 2)), []
     first_frame, shown = obs[0, ..., -3:].repeat(4, 0).repeat(4, 1), []
-    envs.video.on_video = shown.append
+    wandb = SimpleNamespace(log=shown.append, Video=str)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    envs.video.track = True
     while len(lengths) < 3:
         *_, infos = envs.step(next(actions))
         if infos.get("_episode", [False])[0]:
             lengths.append(infos["episode"]["l"][0])
-    assert shown == [envs.video.folder / f"episode-{n}.mp4" for n in (0, 1)]
+    assert shown == [{"videos": str(envs.video.folder / f"episode-{n}.mp4")} for n in (0, 1)]
     envs.video.episode = 8
     other.load_state_dict(envs.state_dict())
     for each in (envs, other):

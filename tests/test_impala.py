@@ -137,7 +137,6 @@ def test_a_slow_learner_fills_the_queue_and_no_more():
             yield given[-1]
 
     threads = impala.ActorThreads([actor()], 3, torch.device("cpu"), stop)
-    threads.start()
     for taken in range(1, 6):
         assert threads.take(1, mock.Mock()) == [taken - 1]
         wait_until(lambda: len(given) == taken + 4)  # noqa: B023  those taken, 3 in the queue, one in the actor's hands
