@@ -1,8 +1,7 @@
 """Copy the curves of finished runs to where the documents' numbers come from.
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
-    python benchmarks/collect.py runs/*__* --results my_results     # report.py --results my_results draws them
-    python benchmarks/collect.py runs/*__* --unfinished             # also runs that have not ended
+    python benchmarks/collect.py runs/*__* --unfinished --results my_results     # also others; elsewhere
 
 Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row per `log` of the run: environment
 steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
@@ -41,16 +40,20 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     algorithm, game = (re.sub(r"/|^\.*$", "-", args[name]) for name in ("exp_name", "env_id"))  # names of folders
     folder = results / f"{args['distribution_mode']}-{levels}" / algorithm / game
     for neighbour in folder.glob("*.meta.json"):
-        theirs = read_json(neighbour)["command"]
-        if same_settings(theirs) != same_settings(meta["command"]):
-            raise InputError(f"{neighbour} has other settings ({theirs}): give this run an --exp-name of its own")
+        ours, theirs = (same_settings(command) for command in (meta["command"], read_json(neighbour)["command"]))
+        flags = [" ".join(flag) for flag in ours + theirs if flag not in ours or flag not in theirs]
+        if not args.get("anneal_lr"):  # without, the number of steps changes none of them
+            flags = [flag for flag in flags if not flag.startswith("--total-timesteps")]
+        if flags:
+            words = f"{run_dir} has other settings than {neighbour.relative_to(results)}"
+            raise InputError(f"{words} ({', '.join(flags)}): give it an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
-    beside = target.with_suffix(".eval.csv")
-    evaluations = read(run_dir / "eval.csv") if args.get("eval_interval") else None
-    if beside.exists() and not (evaluations or "").startswith(beside.read_text()):
-        raise InputError(f"{beside} is of another run of this seed: remove it first")
-    if target.exists() and not curve.startswith(target.read_text()):
-        raise InputError(f"{target} holds another run of this seed: remove it first")
+    beside, own = target.with_suffix(".eval.csv"), run_dir / "eval.csv"
+    waiting = "stopped_at" in meta and own.exists() and own.read_text().count("\n") < 2  # for its first evaluation
+    evaluations = read(own) if args.get("eval_interval") and not waiting else None
+    for path, text in ((beside, evaluations or ""), (target, curve)):
+        if path.exists() and not text.startswith(path.read_text()):
+            raise InputError(f"{run_dir} is left out: {path.relative_to(results)} holds another run of this seed")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(curve)
     write_json(target.with_suffix(".meta.json"), meta)
@@ -74,7 +77,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Settings, origin and curve of a run. The origin of one that has not ended has its last step as `stopped_at`."""
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
     if not (args and meta):
-        raise InputError(f"{run_dir} is no run folder: it has no readable {'meta.json' if args else 'args.json'}.")
+        raise InputError(f"{run_dir} is no run folder: it has no readable {'meta.json' if args else 'args.json'}")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     curve = read(run_dir / "progress.csv")
     steps, seconds = curve.splitlines()[-1].split(",")[:2]
@@ -91,6 +94,7 @@ def same_settings(command: str) -> list[list[str]]:
         flags += [[]] if word.startswith("--") else []
         flags[-1].append(word)
     ignored = {"seed", *MAY_CHANGE} - {"total_timesteps"}
+    flags = [flag[:1] if flag[0] == "--init-from" else flag for flag in flags]  # each seed may have a model of its own
     return sorted(each for each in flags if each[0][2:].replace("-", "_").removeprefix("no_") not in ignored)
 
 
@@ -104,10 +108,20 @@ class Args:
     """collect runs that have not ended, too"""
 
 
+def main(args: Args) -> None:
+    """Collect what can be collected. Raises InputError if a run is refused, after all others."""
+    if not args.run_dirs:
+        raise InputError("no run folder is named: name those of the runs to collect.")
+    refused = []
+    for run_dir in args.run_dirs:
+        try:
+            print(collect(run_dir, args.results, args.unfinished))
+        except InputError as error:
+            refused.append(str(error))
+    if refused:
+        raise InputError(f"{len(refused)} of {len(args.run_dirs)} runs are not collected: {'; '.join(refused)}")
+
+
 if __name__ == "__main__":
     with one_line_errors():
-        args = tyro.cli(Args)
-        if not args.run_dirs:
-            raise InputError("no run folder is named: name those of the runs to collect.")
-        for run_dir in args.run_dirs:
-            print(collect(run_dir, args.results, args.unfinished))
+        main(tyro.cli(Args))

@@ -3,6 +3,7 @@
 import csv
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError
 
+warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)  # SciPy's, of runs with the same return
 REFERENCE = Path(__file__).parent / "reference"
 
 
@@ -97,8 +99,10 @@ def read_reference(name: str) -> dict[str, Reference]:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Of the means, with its 95 % t-interval: difference, low, high. Three runs in all at least. Both sides are taken
-    to vary alike, so a single run has an interval, too."""
+    """Of the means, with its 95 % t-interval: difference, low, high; the latter NaN for fewer than three runs in all.
+    Both sides are taken to vary alike, so a single run has an interval, too."""
+    if len(ours) + len(theirs) < 3:
+        return mean(ours) - mean(theirs), math.nan, math.nan
     low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
     return mean(ours) - mean(theirs), float(low), float(high)
 
@@ -143,8 +147,3 @@ def with_interval(
     settings = {"n_resamples": 5000, "method": "percentile", "vectorized": True, "rng": np.random.default_rng(0)}
     result = stats.bootstrap(tuple(games), lambda *samples, axis: statistic(samples), **settings)
     return value, float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def performance_profile(games: Sequence[Sequence[float]], thresholds: np.ndarray) -> np.ndarray:
-    """The share of runs whose score is above each threshold, averaged over games (same paper, section 4.2)."""
-    return np.mean([(np.asarray(runs)[:, None] > thresholds).mean(axis=0) for runs in games], axis=0)

@@ -22,9 +22,15 @@ def label(algorithm: str) -> str:
     return LABELS.get(algorithm, algorithm)
 
 
-def colour(algorithm: str, others: Iterable[str] = ()) -> str:
-    """The colour of its curves in all reports; `others` are the runs drawn beside it, which may lack a label."""
-    return f"C{[*dict.fromkeys((*LABELS, *others))].index(algorithm) % 10}"
+def colour(algorithm: str, others: Iterable[str]) -> str:
+    """The colour of its curves in all reports. Without a label, one that `others`, drawn beside it, leave over."""
+    labels = [*LABELS]
+    if algorithm in labels:
+        return f"C{labels.index(algorithm)}"
+    taken = {7, *(labels.index(name) for name in others if name in labels)}  # C7 is grey, as published curves are
+    free = [number for number in range(10) if number not in taken]
+    unlabelled = [name for name in others if name not in labels]
+    return f"C{free[unlabelled.index(algorithm) % len(free)]}"
 
 
 def fill(documents: Iterable[Path], name: str, text: str) -> None:

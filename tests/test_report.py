@@ -1,5 +1,6 @@
-"""benchmarks/report.py and its statistics: from curves to tables."""
+"""benchmarks/report.py and its statistics: from runs to tables."""
 
+import itertools
 import json
 import math
 import re
@@ -8,6 +9,8 @@ from statistics import mean
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
+from scipy import stats
 
 import collect
 import convert
@@ -16,6 +19,7 @@ import ppo
 import readme
 import report
 from common import InputError
+from common.evaluation import RETURN_RANGES
 from helpers import small_args
 from test_run import read_scalars
 
@@ -45,9 +49,6 @@ def test_statistics_over_games_from_known_numbers():
     x, y = [np.array([1.0, 2, 3]), np.array([5.0])], [np.array([0.0, 2, 2.5]), np.array([1.0, 2])]
     assert curves.probability_of_improvement(x + y) == pytest.approx(((5 + 0.5) / 9 + 1) / 2)
     assert curves.probability_of_improvement(y + x) == pytest.approx(1 - ((5 + 0.5) / 9 + 1) / 2)
-    # At 0.5, half of the first game's runs are above, all of the second's.
-    profile = curves.performance_profile([[0.4, 0.6], [0.7, 0.8]], np.array([-1, 0.5, 0.6, 1]))
-    assert profile.tolist() == [1, 0.75, 0.5, 0]
 
 
 def test_bootstrap_intervals_hold_the_mean():
@@ -63,10 +64,12 @@ def test_bootstrap_intervals_hold_the_mean():
 
 def test_verdicts():
     published = [10.1, 9.9, 10.0]
-    cases = {"matches": [10.0, 10.2], "above": [12.0, 12.2], "below": [8.0, 8.2], "inconclusive": [8.0, 12.2]}
-    for words, ours in cases.items():  # the last interval holds 0, and nearly everything else
+    cases = {"matches": [10, 10.2, 10.1], "above": [12, 12.2, 12.1], "below": [8, 8.2, 8.1]}
+    cases["inconclusive"] = [8, 12.2, 10]  # the interval holds 0, and nearly everything else
+    for words, ours in cases.items():
         assert report.verdict(ours, published)[2] == words
-    assert report.verdict([10.0, 10.1], []) == ("-", "-", "nothing published")
+        assert report.verdict(ours[:2], published)[2] == report.verdict(published, ours[:2])[2] == "inconclusive"
+    assert report.verdict([1.0], [3.0]) == ("-2.00", "-", "inconclusive")  # no interval of two
 
 
 def test_windows_are_the_blocks_of_published_curves():
@@ -79,32 +82,32 @@ def test_windows_are_the_blocks_of_published_curves():
 
 
 @pytest.fixture
-def no_pictures(monkeypatch):
-    """Figures are drawn, but not written, which takes most of the time."""
-    monkeypatch.setattr(report.figures, "save", lambda figure, path: report.plt.close(figure))
+def made(tmp_path, monkeypatch):
+    """Makes a report; returns its text, and its first figure."""
+    figures, save = [], report.figures.save
+    monkeypatch.setattr(report.figures, "save", lambda figure, *paths: [figures.append(figure), save(figure, *paths)])
 
-
-def write_run(results, protocol, algorithm, game, seed, value, steps=1_015_808):
-    """A run whose policy returns `value`."""
-    folder = results / protocol / algorithm / game
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [f"{end},{end / 500:.1f},10,{value},{value}" for end in range(16_384, steps + 1, 16_384)]
-    header = "step,seconds,episodes,episodic_return,last_100_return"
-    (folder / f"seed{seed}.csv").write_text("\n".join([header, *rows]) + "\n")
-    command = f"python {algorithm.partition('-')[0]}.py --env-id {game} --seed {seed}" + " --gamma 0.99" * (seed == 10)
-    meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 10}
-    (folder / f"seed{seed}.meta.json").write_text(json.dumps(meta))
-
-
-@pytest.fixture
-def made(tmp_path, capsys):
-    """Makes the report of the runs in `tmp_path`; returns what it prints."""
-
-    def make():
-        report.main(report.Args(results=tmp_path, documents=()))
-        return capsys.readouterr().out
+    def make(*run_dirs, **settings):
+        report.main(report.Args(run_dirs, out=tmp_path / "out", **settings))
+        return (tmp_path / "out" / "report.md").read_text(), figures[0]
 
     return make
+
+
+def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settings):
+    """The folder of a run whose policy returns `value`."""
+    run_dir = runs / f"{game}__{name}__{seed}__{len(list(runs.glob('*')))}"
+    run_dir.mkdir(parents=True)
+    row = min(16_384, steps // 16 or 1)
+    rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0" for end in range(row, steps + 1, row)]
+    (run_dir / "progress.csv").write_text("\n".join([",".join(convert.COLUMNS), *rows, ""]))
+    args = {"exp_name": name, "env_id": game, "seed": seed, "num_levels": 0, "distribution_mode": "easy"}
+    args |= {"total_timesteps": steps} | settings
+    command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
+    meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 3, "finished": "2026-11-28T05:10:03Z"}
+    (run_dir / "args.json").write_text(json.dumps(args))
+    (run_dir / "meta.json").write_text(json.dumps(meta))
+    return run_dir
 
 
 def table_rows(text, start):
@@ -113,64 +116,105 @@ def table_rows(text, start):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_the_report_of_runs_elsewhere(tmp_path, made):
-    """What those in the tree have, `test_the_documents_are_what_the_report_makes` holds: gaps and README's table."""
-    for seed, value in ((1, 10.0), (2, 10.2), (10, 10.4)):
-        write_run(tmp_path, "easy-all", "ppo", "starpilot", seed, value)
-        write_run(tmp_path, "easy-all", "ppo", "fruitbot", seed, 2 * value)
-    write_run(tmp_path, "easy-all", "impala-appo", "starpilot", 1, 8.0, steps=940_000)
-    write_run(tmp_path, "easy-all", "impala-appo", "CartPole-v1", 1, 7.0)
-    write_run(tmp_path, "notes", "ppo", "starpilot", 1, 8.0)  # no protocol
-    text = made()
-    theirs = curves.read_reference("ppo_easy_all")["starpilot"].scores(1_000_000)
-    (row,) = [row for row in table_rows(text, "PPO starpilot") if row[1] == "1M"]
-    assert row[2:5:2] == ["10.00, 10.20, 10.40", f"{10.2 - mean(theirs):+.2f}"]
-    assert (row[3], row[6]) == (", ".join(f"{score:.2f}" for score in theirs), "above")
-    assert [row[1] for row in table_rows(text, "IMPALA (APPO) starpilot")] == ["0.5M"]
-    (row,) = [row for row in table_rows(text, "IMPALA (APPO) CartPole-v1") if row[1] == "1M"]
-    assert row[2:] == ["7.00", "-", "-", "-", "nothing published"]
-    assert "### notes" not in text
-    games, other = "for game in fruitbot starpilot; do", "python ppo.py --gamma 0.99 --env-id $game --seed 10; done"
-    command = f"{games} for seed in 1 2; do python ppo.py --env-id $game --seed $seed; done; done"
-    assert f"\n# PPO fruitbot, starpilot (made at 0123451, 0123452)\n{command}\n" in text
-    assert f"\n# PPO fruitbot, starpilot (made at 0123451 with changes)\n{games} {other}\n" in text
-    for name in ("curves.png", "profile.png"):
-        assert (tmp_path / "easy-all" / name).stat().st_size > 5000
-        assert f"/easy-all/{name})" in text
+def test_from_run_folders_to_tables_and_figures(tmp_path, made):
+    """A baseline and an idea on three games, of which a run goes on, and tasks without published curves."""
+    runs, games = tmp_path / "runs", ("bigfish", "fruitbot", "starpilot")
+    ppo, idea = [10.0, 10.2, 10.4], [12.0, 12.5, 14.0]
+    for game, seed in itertools.product(games, (1, 2, 3)):
+        write_run(runs, "ppo", game, seed, ppo[seed - 1])
+        total = 2_000_000 if (game, seed) == ("starpilot", 2) else 1_015_808
+        run_dir = write_run(runs, "idea", game, seed, idea[seed - 1], total_timesteps=total, eval_interval=total)
+        rows = "7,stochastic,9,1\n1015808,stochastic,9,1\n" if total < 2_000_000 else ""
+        (run_dir / "eval.csv").write_text("step,policy,episodic_return,standard_error\n" + rows)
+    write_run(runs, "ppo", "CartPole-v1", 1, 7.0, steps=12_288)
+    write_run(runs, "ppo", "maze", 1, 5.0, distribution_mode="hard", num_levels=500)
+    text, figure = made(*runs.iterdir(), baseline="ppo")
+    assert "\n\n- idea starpilot, seed 2: running or stopped at step 1,015,808\n\n" in text  # alone
+    against_ppo, against_published, gap = table_rows(text, "idea starpilot")
+    low, high = stats.ttest_ind(idea, ppo).confidence_interval()
+    listed = ["12.83 (n = 3: 12.00, 12.50, 14.00)", "10.20 (n = 3: 10.00, 10.20, 10.40)"]
+    assert against_ppo[1:] == ["1,015,808", *listed, "+2.63", f"{low:+.2f} to {high:+.2f}", "above"]
+    published = curves.read_reference("ppo_easy_all")["starpilot"].scores(1_015_808 + (131_072 - 126_976) / 2)
+    assert against_published[4] == f"{mean(idea) - mean(published):+.2f}"
+    gaps = [(mean(idea) - mean(ppo)) / -float(np.subtract(*RETURN_RANGES["easy"][game])) for game in games]
+    low, high = stats.ttest_1samp(gaps, 0).confidence_interval()
+    over_games, _ = table_rows(text, "idea | each game's | 3 x 3")
+    assert over_games[8:] == [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", "above"]
+    cart_pole = ["12,288", "7.00 (n = 1: 7.00)", "-", "-", "-", "nothing to compare with"]
+    assert [row[1:] for row in table_rows(text, "PPO CartPole-v1")] == [cart_pole]
+    assert gap[2:5:2] == ["12.00, 14.00", "4.00"]  # the other waits for its first evaluation
+    assert table_rows(text.partition("### hard-500")[2], "PPO maze")
+    line = "# bigfish 1 2 3, fruitbot 1 2 3, starpilot 1 2 3 (made at 0123451, 0123452, 0123453 with changes)"
+    assert f"\n{line}\npython ppo.py --total-timesteps 1015808 --env-id $game --seed $seed\n" in text
+    written = {path.name for path in (tmp_path / "out" / "easy-all").iterdir() if path.stat().st_size > 5000}
+    assert written == {"curves.png", "curves.pdf"}
+    steps = figure.axes[0].lines[0].get_xdata()  # of CartPole
+    assert (len(steps), steps[-1]) == (32, 12_288)
+    points = min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text())
+    assert points * 3.3 / figure.get_figwidth() == pytest.approx(6)
+    names = ["ppo", "ppg", *"abcdefg"]
+    assert len({readme.colour(name, names) for name in names}) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "text"),
-    [
-        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
-        ("seed1.eval.csv", "is no CSV of evaluations",
-         "step,policy,episodic_return,standard_error\n64,stochastic,?,1\n"),
+def test_runs_that_are_left_out_are_named(tmp_path, made):
+    """Also where they are only collected. A seed that stopped early takes nothing from the comparison of the others."""
+    runs = tmp_path / "runs"
+    write_run(runs, "ppo", "maze", 1, 5.0)
+    write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904)
+    write_run(runs, "ppo", "maze", 3, 7.0, steps=163_840, total_timesteps=1_015_808)
+    left_out = {
+        " is no run folder": runs,
+        "has no rows": write_run(runs, "ppo", "maze", 4, 5.0, steps=0),
+        "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
+        "other settings than .*seed1.* .--gamma 0.9.:": write_run(runs, "ppo", "maze", 6, 5.0, flags=" --gamma 0.9"),
+        "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
+        "seed1.csv holds another run of this seed": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
+    }
+    run_dirs = (runs, *sorted(runs.iterdir()))
+    text, _ = made(*run_dirs)
+    for words, run_dir in left_out.items():
+        assert re.search(f"\n- {run_dir}.*{words}", text), words
+    assert text.count(f"\n- {runs}") == len(left_out)
+    assert "\n- PPO maze, seed 3: running or stopped at step 163,840, not in the tables (mark 507,904)\n" in text
+    (row,) = table_rows(text, "PPO maze")
+    assert row[1:3] + row[6:] == ["507,904", "5.50 (n = 2: 5.00, 6.00)", "inconclusive"]
+    assert table_rows(made(*run_dirs, mark=163_840)[0], "PPO maze")[0][2] == "6.00 (n = 3: 5.00, 6.00, 7.00)"
+    with pytest.raises(InputError, match=r"there are no runs to report: .*has no rows; .*is no run folder"):
+        made(*list(left_out.values())[:2])
+    with pytest.raises(InputError, match=r"--baseline pp: name one of several\. The runs are of ppo"):
+        made(*run_dirs, baseline="pp")
+    with pytest.raises(InputError, match=r"6 of 9 runs are not collected: .*no run folder.*let it end first"):
+        collect.main(collect.Args(run_dirs, tmp_path / "results"))
+    assert "5.50 (n = 2: 5.00, 6.00)" in made(results=tmp_path / "results")[0]
+
+
+def test_damaged_files_are_named(tmp_path, made):
+    curve = collect.collect(write_run(tmp_path / "runs", "ppo", "coinrun", 1, 7.0), tmp_path / "results")
+    for name, words, text in (
         ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
-    ],
-)  # fmt: skip
-def test_damaged_files_are_named(name, words, text, tmp_path, made, no_pictures):
-    write_run(tmp_path, "easy-200", "ppo", "coinrun", 1, 7.0)
-    (tmp_path / "easy-200" / "ppo" / "coinrun" / name).write_text(text)
-    with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-        made()
+        ("seed1.eval.csv", "is no CSV of evaluations", "step,policy,episodic_return\n64,stochastic,1\n"),
+        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
+    ):
+        curve.with_name(name).write_text(text)
+        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
+            made(results=tmp_path / "results")
 
 
-def test_the_documents_are_what_the_report_makes(tmp_path):
-    """Their tables and those in results/ are those of the curves in the tree."""
+def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
+    """Their tables and those in results/ are those of the curves in the tree, or of scripts that were removed."""
     shipped = [path.read_text() for path in readme.DOCUMENTS]
     copies = tuple(tmp_path / f"{number}.md" for number in range(len(shipped)))
     for copy, text in zip(copies, shipped, strict=True):
         copy.write_text(text)
-    figures = {path: path.read_bytes() for path in collect.RESULTS.rglob("*.png")}
-    tables = {path: path.read_text() for path in collect.RESULTS.rglob("*.md")}
-    try:
-        report.main(report.Args(documents=copies))
-        assert [copy.read_text() for copy in copies] == shipped
-        assert {path: path.read_text() for path in collect.RESULTS.rglob("*.md")} == tables
-        assert set(collect.RESULTS.rglob("*.png")) == figures.keys()
-    finally:
-        for path, content in figures.items():
-            path.write_bytes(content)
+    monkeypatch.setattr(readme, "DOCUMENTS", copies)
+    tables, drawn = {path: path.read_text() for path in collect.RESULTS.rglob("*.md")}, set()
+    monkeypatch.setattr(report.figures, "save", lambda figure, *paths: drawn.update(paths))
+    report.main(report.Args())
+    assert [copy.read_text() for copy in copies] == shipped
+    assert {path: path.read_text() for path in collect.RESULTS.rglob("*.md")} == tables
+    assert drawn < set(collect.RESULTS.rglob("*.png"))
+    for name in ("scaling/cpu", "easy-all/phases", "precision/precision", "exploration/exploration"):
+        assert f"-->\n{tables[collect.RESULTS / f'{name}.md']}<!-- end of " in shipped[1]
 
 
 def test_curves_and_event_files_become_each_other(tmp_path):
