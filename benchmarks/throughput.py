@@ -1,6 +1,6 @@
 """Steps per second of the three scripts, against a plain implementation and against what the machine can do.
 
-    python benchmarks/throughput.py                       # the table and chart: 50 minutes on two cores
+    python benchmarks/throughput.py                       # the table: 50 minutes on two cores
     python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
 
 Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around the script's
@@ -16,8 +16,8 @@ Configurations of the encoder (all else is the same):
     default                the script with --precision auto --accelerate eager
     compile, cudagraphs    the default with --accelerate compile or cudagraphs (measured only if asked for)
 
-Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json`, `.md` (the table) and `.png` (the chart) in
-`results/throughput/`. `--from-csv` makes table and chart again, and `--update-readme` puts the table into
+Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json` and `.md` (the table) in
+`results/throughput/`. `--from-csv` makes the table again, and `--update-readme` puts the table into
 benchmarks/README.md.
 """
 
@@ -25,7 +25,6 @@ import concurrent.futures
 import contextlib
 import csv
 import importlib
-import importlib.util
 import io
 import itertools
 import multiprocessing
@@ -77,11 +76,11 @@ class Args:
     memory: bool = True
     """also measure the default configuration's peak memory at its default sizes"""
     from_csv: bool = False
-    """measure nothing: make table and chart from the CSV that is there"""
+    """measure nothing: make the table from the CSV that is there"""
     update_readme: bool = False
     """also put the table into benchmarks/README.md"""
     out: Path = Path(__file__).parent / "results" / "throughput"
-    """where CSV, table and chart go"""
+    """where CSV and table go"""
 
 
 # -------------------------------------------------------------------------------------- in the process of a measurement
@@ -306,7 +305,7 @@ def run_all(args: Args, file: IO[str]) -> None:
         print(f"[{number}/{len(jobs)}] {what}: {speed}{row['peak_gb']:.2f} GB", flush=True)
 
 
-# --------------------------------------------------------------------------------------------------- table and chart
+# -------------------------------------------------------------------------------------------------------------- table
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -348,33 +347,6 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(readme.markdown(columns, cells)) + "\n"
 
 
-def chart(rows: list[dict[str, str]], path: Path) -> None:
-    """Bars of the median steps per second, with lines from minimum to maximum."""
-    import figures  # which needs matplotlib
-
-    groups = by_configuration(rows)
-    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
-    configurations = [name for name in CONFIGURATIONS + ACCELERATED if any(key[1] == name for key in groups)]
-    if not configurations:  # a run of memory alone
-        return
-    figure, axes = figures.plt.subplots(figsize=(8, 3.2))
-    width = 0.8 / len(configurations)
-    for number, configuration in enumerate(configurations):
-        label = configuration
-        for place, algorithm in enumerate(algorithms):
-            speeds = column(groups.get((algorithm, configuration), []), "steps_per_second")
-            if speeds:
-                middle, x = statistics.median(speeds), place + (number - (len(configurations) - 1) / 2) * width
-                error = [[middle - min(speeds)], [max(speeds) - middle]]
-                axes.bar(x, middle, width * 0.95, yerr=error, capsize=2, color=f"C{number}", label=label)
-                label = None  # one entry in the legend
-                axes.text(x, max(speeds), f"{middle:.0f}", ha="center", va="bottom", fontsize=7)
-    axes.set_xticks(range(len(algorithms)), map(readme.label, algorithms))
-    axes.set_ylabel("environment steps per second")
-    axes.legend(fontsize=8)
-    figures.save(figure, path)
-
-
 def main(args: Args) -> None:
     check_limits(args)
     # A GPU that is named need not be here.
@@ -396,8 +368,6 @@ def main(args: Args) -> None:
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)
     print(f"\n{text}\n{path} and .md are written.")
-    if importlib.util.find_spec("matplotlib"):  # not every machine that is measured has it
-        chart(rows, path.with_suffix(".png"))
     if args.update_readme:
         readme.fill(readme.DOCUMENTS, f"throughput {path.stem}", text)
 
