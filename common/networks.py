@@ -36,14 +36,15 @@ class PolicyHead(nn.Module):
 
     def __init__(self, space: gym.Space, feature_dim: int, init_fn: str):
         super().__init__()
+        box = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
         if isinstance(space, gym.spaces.Discrete) and space.start == 0:
             size = int(space.n)
-        elif isinstance(space, gym.spaces.MultiBinary | gym.spaces.Box) and len(space.shape) == 1:
+        elif (box or isinstance(space, gym.spaces.MultiBinary)) and len(space.shape) == 1:
             size = space.shape[0]
         else:
-            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, or flat MultiBinary or Box")
+            raise NotImplementedError(f"no distribution for {space}: use Discrete from 0, flat MultiBinary or real Box")
         self.linear = init_layer(nn.Linear(feature_dim, size), init_fn, "policy")
-        self.log_std = nn.Parameter(torch.zeros(size)) if isinstance(space, gym.spaces.Box) else None
+        self.log_std = nn.Parameter(torch.zeros(size)) if box else None
 
     def forward(self, features: Tensor) -> Tensor:
         output = self.linear(features)

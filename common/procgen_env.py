@@ -47,7 +47,6 @@ class ProcgenVectorEnv(VectorEnv):
     """Procgen's own vectorised environment. A step limit ends an episode like a death: `truncations` is always false.
     The last frame of an episode is not reported. Environment i plays game i modulo their number. `seed` is that of the
     level draws. C++ threads step all copies: `--num-threads`, 0 for the caller's, None for one a core, 8 at most.
-
     `infos` hold Procgen's `level_seed` and `prev_level_seed`, int32 [num_envs], and `prev_level_complete`, bool
     [num_envs]. Where a step has ended an episode, the latter two are about that episode."""
 

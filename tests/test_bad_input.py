@@ -118,6 +118,7 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
     [
         ("action_space", gym.spaces.MultiDiscrete([2, 3]), ["no distribution for MultiDiscrete"]),
         ("action_space", gym.spaces.Discrete(3, start=-1), ["for Discrete(3, start=-1)", "Discrete from 0"]),
+        ("action_space", gym.spaces.Box(0, 3, (2,), np.int64), ["no distribution for Box", "real Box"]),
         ("action_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["no distribution for Box", "use", "flat"]),
         ("observation_space", gym.spaces.Box(0, 1, (8, 8, 3), np.float32), ["no encoder for Box", "uint8 frames"]),
         ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["no encoder for Dict"]),
