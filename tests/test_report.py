@@ -175,7 +175,7 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
     text, _ = made(*run_dirs)
     for words, run_dir in left_out.items():
         assert re.search(f"\n- {run_dir}.*{words}", text), words
-    assert "\n- PPO maze, seed 3: running or stopped at step 163,840, not in the tables (mark 507,904)\n" in text
+    assert "seed 3: running or stopped at step 163,840, without an episode in the 63,488 steps before 507,904\n" in text
     (row,) = table_rows(text, "PPO maze")
     assert row[1:3] + row[6:] == ["507,904", "5.50 (n = 2: 5.00, 6.00)", "inconclusive"]
     assert table_rows(made(*run_dirs, mark=163_840)[0], "PPO maze")[0][2] == "6.00 (n = 3: 5.00, 6.00, 7.00)"
