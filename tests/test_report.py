@@ -149,8 +149,8 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
     assert {path.name for path in (tmp_path / "out" / "easy-all").iterdir()} == {"curves.png", "curves.pdf"}
     steps = figure.axes[0].lines[0].get_xdata()  # of CartPole
     assert (len(steps), steps[-1]) == (32, 12_288)
-    points = min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text())
-    assert points * 3.3 / figure.get_figwidth() == pytest.approx(6)
+    assert {round(text.get_fontsize(), 3) for text in figure.findobj(Text) if text.get_text()} == {12}  # at 6.6 inches
+    assert "PPO, train-procgen" in [line.get_label() for line in figure.axes[3].lines]
     with pytest.raises(InputError, match=r"--baseline pp: name one of several\. The runs are of idea, ppo"):
         made(*runs.iterdir(), baseline="pp")
     names = ["ppo", "ppg", *"abcdefg"]
