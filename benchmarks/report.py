@@ -222,8 +222,9 @@ def states(protocol: Protocol) -> list[str]:
                 scored = curves.scores([curve], steps, protocol.window(steps))
                 text = f"- {readme.label(algorithm)} {game}, seed {seed}: "
                 text += f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
+                text += "" if scored else f", without an episode in the {protocol.window(steps):,} steps before {mark}"
                 if stopped or not scored:
-                    lines.append(text if scored else f"{text}, not in the tables (mark {mark})")
+                    lines.append(text)
     return lines or ["All runs have finished."]
 
 
