@@ -11,6 +11,7 @@ published curves. benchmarks/README.md says how they are scored.
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ import curves
 import figures
 import readme
 import throughput
-from collect import RESULTS, collect, read_run
+from collect import RESULTS, collect, read_run, same_settings
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
 from common.procgen_env import PROCGEN_MODES
@@ -156,18 +157,21 @@ def read_protocols(results: Path) -> list[Protocol]:
 
 
 def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
-    """Collect runs in `folder`. Returns why others are left out: of those that do not go together the longest stays."""
-
-    def rows(run_dir: Path) -> int:
-        path = run_dir / "progress.csv"
-        return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-    left_out = []
-    for run_dir in sorted(run_dirs, key=rows, reverse=True):
+    """Collect runs in `folder`. Returns why others are left out. Of runs that do not go together, those stay whose
+    settings most runs have, and of these the longest."""
+    found, left_out = [], []
+    for run_dir in run_dirs:
         try:
-            read_run(run_dir)
+            _, meta, curve = read_run(run_dir)
             if not any(curves.read(run_dir / "progress.csv").episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
+            settings = str([flag for flag in same_settings(meta["command"]) if flag[0] != "--total-timesteps"])
+            found.append((settings, len(curve), run_dir))
+        except InputError as error:
+            left_out.append(str(error))
+    seeds = Counter(settings for settings, *_ in found)
+    for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], run[1]), reverse=True):
+        try:
             collect(run_dir, folder, unfinished=True)
         except InputError as error:
             left_out.append(str(error))
