@@ -377,10 +377,12 @@ def test_videos_of_the_first_environment(tmp_path, monkeypatch):
     other.load_state_dict(envs.state_dict())
     for each in (envs, other):
         each.step(next(actions))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # another test may have it ignored
     write = other.video.file.write_frame
     other.video.file.write_frame = lambda frame: (os.kill(os.getpid(), signal.SIGINT), write(frame))
     with pytest.raises(KeyboardInterrupt):
         other.step(next(actions))
+    signal.signal(signal.SIGINT, handler)
     for each in (envs, other):
         each.close()
     assert sorted(path.name for path in envs.video.folder.iterdir()) == [f"episode-{n}.mp4" for n in (0, 1, 8)]
