@@ -420,6 +420,7 @@ def stack_unrolls(unrolls: list[Unroll]) -> Unroll:
 
 def treat_rewards(batch: Unroll, envs: list[int], normalizer: RewardNormalizer) -> Tensor:
     """Rewards [T, B] as `--norm-reward` says. Statistics take in the returns of the whole batch before they scale it.
+
     Unroll b is of environment `envs[b]`; unrolls of one environment follow each other in time. The learner does this,
     so that the statistics of a checkpoint are those of the batches that it has learnt from."""
     if normalizer.norm_reward == "clip":

@@ -45,12 +45,11 @@ from common.device import resolve_device, setup_device
 from common.envs import Envs, Episode, make_vec, open_video, spread_seed
 from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
 from common.procgen_env import LAST_LEVEL, ProcgenVectorEnv
-from common.run import write_atomically
+from common.run import LINE_SECONDS, write_atomically
 from common.session import one_line_errors
 from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits
 
 MOST_LEVELS = 1_000_000  # of a range
-PROGRESS_SECONDS = 10  # between lines of progress
 FIGURES = {
     "mean": "episodic_return", "standard error": "standard_error", "normalised mean": "normalized_return",
     "mean length": "episodic_length", "share of levels solved": "level_complete",
@@ -158,11 +157,12 @@ class Task:
         shares = [levels[env // games :: num_envs // games] or levels for env in range(num_envs)]
         queues = [itertools.cycle(share) for share in shares]
 
-        shown = [time.monotonic()]
+        last_shown = time.monotonic()
 
         def after_step(finished: int) -> None:
-            if time.monotonic() - shown[-1] > PROGRESS_SECONDS:
-                shown.append(time.monotonic())
+            nonlocal last_shown
+            if time.monotonic() - last_shown > LINE_SECONDS:
+                last_shown = time.monotonic()
                 print(f"{finished}/{num_envs * quota} episodes", file=sys.stderr)
             begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
             for env in begun:

@@ -187,12 +187,8 @@ class Checkpoints:
         statistics = run.state_dict()
         if self.world.rank > 0:
             return
-        self.snapshot = self.head | {
-            "step": step,
-            "run": statistics,
-            "parts": copy_to_cpu(shared),
-            "ranks": [own for own, _ in ranks],
-        }
+        self.snapshot = self.head | {"step": step, "run": statistics, "parts": copy_to_cpu(shared)}
+        self.snapshot["ranks"] = [state for state, _ in ranks]
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
             self.last_write = now
