@@ -27,6 +27,7 @@ Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, 
 7. Unrolls that wait in the queue when a run ends are dropped, and their episodes are not logged.
 """
 
+from common import InputError, TrainingError  # isort: skip (first: its handler of Ctrl-C)
 import copy
 import math
 import sys
@@ -50,7 +51,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer, RMSprop
 
-from common import InputError, TrainingError
 from common.checkpoint import Kept
 from common.device import to_device
 from common.envs import Envs, Episode, finished_episodes, make_vec
@@ -569,7 +569,7 @@ def update(agent: Agent, optimizer: Optimizer, batch: Unroll, args: Args, run: R
     outputs = []
     with torch.no_grad():
         for piece in micro_batches(batch, args.micro_batch_size, dim=1):
-            run.show("learning: V-trace")
+            run.show(f"learning: V-trace, piece {len(outputs) + 1}")
             outputs.append(learner_outputs(agent, Unroll(*piece), args))
     logprobs, _, values, targets, advantages = [torch.cat(pieces, dim=1) for pieces in zip(*outputs, strict=True)]
     samples = Minibatch(batch.obs[:-1], batch.dones, batch.actions, logprobs, targets, advantages, batch.state)

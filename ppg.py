@@ -28,6 +28,7 @@ Differs from CleanRL's ppg_procgen.py:
 4. CleanRL has the paper's phases and learning rate, and drops a last phase that is not complete.
 """
 
+from common import InputError  # isort: skip (first: its handler of Ctrl-C)
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer
 
-from common import InputError
 from common.checkpoint import ReplayedPhase
 from common.device import frame_store, to_device
 from common.envs import Envs, make_vec
@@ -513,7 +513,7 @@ def auxiliary_phase(agent: Agent, optimizer: Optimizer, phase: Phase, args: Args
     with torch.no_grad():
         old_params = []
         for part in obs.split(at_a_time):
-            run.show("auxiliary phase: old policy")
+            run.show(f"auxiliary phase: old policy, piece {len(old_params) + 1}")
             old_params.append(agent.get_policy(to_device(part, device)))
         old_params = torch.cat(old_params)
     history = []
@@ -551,7 +551,7 @@ def main(args: Args) -> Path:
         rates = [group["lr"] for each in optimizers for group in each.param_groups]
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
-        intrinsic = session.make_intrinsic(envs, epochs=args.e_value)
+        intrinsic = session.make_intrinsic(envs, compute_gae, epochs=args.e_value)
         rollout = new_rollout(args.num_steps, envs, device)
         parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
         phase = Phase(min(args.n_pi, session.num_iterations), rollout, args, device)

@@ -26,6 +26,7 @@ Differs from CleanRL's ppo_procgen.py:
 3. Losses are logged as means over all minibatches. CleanRL logs the last minibatch's.
 """
 
+from common import InputError  # isort: skip (first: its handler of Ctrl-C)
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer
 
-from common import InputError
 from common.device import to_device
 from common.envs import Envs, make_vec
 from common.fast import accelerate
@@ -382,7 +382,7 @@ def main(args: Args) -> Path:
         rates = [group["lr"] for group in optimizer.param_groups]
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
-        intrinsic = session.make_intrinsic(envs, epochs=args.update_epochs)
+        intrinsic = session.make_intrinsic(envs, compute_gae, epochs=args.update_epochs)
         rollout = new_rollout(args.num_steps, envs, device)
         parts = {"optimizer": optimizer, "reward_normalizer": reward_normalizer, "intrinsic": intrinsic, "envs": envs}
         run = session.open_run(agent, **parts)

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 from common import InputError, TrainingError
 from common.envs import Envs
 from common.fast import accelerate
-from common.run import ROOT, Run, lock_folder, require_finite, sha256, write_atomically
-from common.settings import flag, from_json, read_json, to_json
+from common.run import Run, lock_folder, require_finite, sha256, write_atomically
+from common.settings import ROOT, check_limits, check_own_module, flag, from_json, is_own, read_json, to_json
 from common.world import World
 
 FORMAT = 3
@@ -33,29 +33,29 @@ SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on 
 RANKS_COPY_SECONDS = 10  # between copies with several ranks: to send 64 states of Procgen takes up to 100 ms
 NUMPY = [bytes, np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]  # and of each number:
 NUMPY += {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
-CONTENT = {"format": int, "script": str, "args": dict, "step": int, "run": dict, "ranks": list}
+CONTENT = {"script": str, "args": dict, "step": int, "run": dict, "parts": dict, "ranks": list}
 
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The checkpoints of the run in folder `path`, the newest first."""
-    return sorted((file for file in (path / "checkpoints").glob("*.pt") if file.stem.isdigit()), reverse=True)
+    return sorted((file for file in (path / "checkpoints").glob("*.pt") if file.stem.isdecimal()), reverse=True)
 
 
 def newest_checkpoint(path: Path) -> dict[str, Any]:
     """The newest readable checkpoint, with a warning for each that is damaged. Raises InputError if there is none."""
     for file in checkpoint_files(path):
         try:
-            content = read_archive(file)
-            if not all(isinstance(content.get(name), kind) for name, kind in CONTENT.items()):
-                raise InputError(f"{file} lacks a part of a checkpoint.")
-            return content
+            return read_archive(file, CONTENT)
         except InputError as error:
             print(f"warning: {str(error).rstrip('.')}: it is skipped for the one before", file=sys.stderr)
     raise InputError(f"--resume {path}: it has no checkpoint that can be read: start a new run.")
 
 
-def read_archive(path: Path) -> dict[str, Any]:
-    """The dict in a file of PyTorch's; runs no code that the file might hold. Raises InputError if it is damaged."""
+def read_archive(path: Path, parts: dict[str, type]) -> dict[str, Any]:
+    """The dict in a file of PyTorch's; runs no code that the file might hold. Raises InputError if it is damaged, or
+    lacks one of `parts`, given with their types."""
+    if "\0" in str(path) or (path.exists() and not path.is_file()):  # to read a pipe would wait for ever
+        raise InputError(f"{str(path)!r} is no file.")
     try:
         with zipfile.ZipFile(path) as archive:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
@@ -67,7 +67,9 @@ def read_archive(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
         raise InputError(f"{path} is damaged, or not a file of tensors and plain values.") from error
-    if not isinstance(content, dict) or str(content.get("format")) != str(FORMAT):
+    content = content if isinstance(content, dict) else {}
+    whole = all(isinstance(content.get(name), kind) for name, kind in parts.items())
+    if not whole or str(content.get("format")) != str(FORMAT):
         raise InputError(f"{path} is no model or checkpoint of this version.")
     return content
 
@@ -191,11 +193,17 @@ class Checkpoints:
         self.snapshot["ranks"] = [state for state, _ in ranks]
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
-            self.last_write = now
-            try:
-                self.write()
-            except OSError as error:
-                print(f"warning: no checkpoint at step {step:,} ({error.strerror}); the run goes on", file=sys.stderr)
+            self.try_write()
+
+    def try_write(self) -> None:
+        """Write the newest copy, with a warning if that fails."""
+        self.last_write = time.monotonic()
+        try:
+            self.write()
+        except OSError as error:
+            print(
+                f"warning: no checkpoint at step {self.run.step:,} ({error.strerror}); the run goes on", file=sys.stderr
+            )
 
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
@@ -224,6 +232,7 @@ class Checkpoints:
             run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
+        words += ["--track"] if run.args.track else []
         advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"
         if isinstance(error, KeyboardInterrupt) and self.world.rank == 0:
             print(*unwritten, advice, sep="\n", file=sys.stderr)
@@ -255,15 +264,12 @@ class Resumed(NamedTuple):
 
 
 def find_run(args: Any, script: str, world: World) -> Resumed | None:
-    """Find, lock and read the run that `--resume` asks for, or that restarted ranks were making; None for a new run.
-    Raises InputError if there is no such run, it cannot be read or is in use, or a setting must not be changed."""
+    """Find, lock and read the run that `--resume` asks for; None for a new run. Raises InputError if there is no such
+    run, it cannot be read or is in use, or a setting must not be changed."""
     if args.resume not in (None, "auto"):
         return read_run(Path(args.resume), args, script, world)
-    if args.resume is None and not world.restarted:
-        return None
-    runs = runs_of(args, script, world.world_size)
-    runs = runs[:1] if world.restarted else [(path, finished) for path, finished in runs if not finished]
-    for path, _ in runs:
+    found = runs_of(args, script, world.world_size) if args.resume == "auto" else []
+    for path in [path for path, finished in found if not finished]:
         try:
             return read_run(path, args, script, world)
         except InputError as error:
@@ -294,7 +300,7 @@ def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> li
 
 
 def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
-    """Lock and read a run. Only ranks that torchrun has restarted take up a complete one: a rank died at its end."""
+    """Lock and read a run. Raises InputError as `find_run`."""
     try:
         lock = lock_folder(path)
     except OSError as error:
@@ -302,7 +308,7 @@ def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
     checkpoint, finished = newest_checkpoint(path), read_json(path / "meta.json").get("finished")
     step, settings, ranks = checkpoint["step"], checkpoint["args"], len(checkpoint["ranks"])
     ended = finished or settings.get("total_timesteps") != args.total_timesteps
-    if step >= args.total_timesteps and ended and not world.restarted:
+    if step >= args.total_timesteps and ended:
         raise InputError(f"--resume {path}: it has made {step:,} steps: raise --total-timesteps to go on.")
     if checkpoint["script"] != script:
         raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
@@ -330,8 +336,12 @@ def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
 def read_model(source: Path | str) -> dict[str, Any]:
     """The `script`, `args` and weights (`agent`) in a model, checkpoint or run folder. Raises InputError."""
     path = Path(source)
-    content = read_archive(path / "model.pt" if path.is_dir() else path)
-    return content | {"agent": content["parts"]["agent"]} if "parts" in content else content
+    content = read_archive(path / "model.pt" if path.is_dir() else path, {"script": str, "args": dict})
+    parts = content.get("parts", content)
+    agent = parts.get("agent") if isinstance(parts, dict) else None
+    if not isinstance(agent, dict):
+        raise InputError(f"{source} holds no agent.")
+    return content | {"agent": agent}
 
 
 def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "policy", "reset"] = "keep") -> None:
@@ -348,17 +358,24 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
     fits = {name: weights[name] for name in same if name.split(".")[0] not in anew}
     if all(name.split(".")[0] in agent.policy_heads + agent.value_heads for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
+    for name, value in fits.items():
+        if not value.isfinite().all():
+            raise InputError(f"--init-from {source}: {name} is NaN or infinite.")
     if missing := ", ".join(name for name in own if name not in fits):
         print(f"note: --init-from {source}: {missing} start anew", file=sys.stderr)
     agent.load_state_dict(own | fits)
 
 
 def load_agent(
-    source: Path | str, device: torch.device | str = "cpu", script: Path | str | None = None
+    source: Path | str, device: torch.device | str = "cpu", script: Path | str | None = None, env_id: str | None = None
 ) -> tuple[torch.nn.Module, Any, Callable]:
     """The agent in a run folder, model or checkpoint, in evaluation mode, its settings, and its script's `make_envs`.
-    `script` names another, such as the copy in a run folder. Raises InputError if it does not fit, or there is none."""
+    `script` names another, such as the copy in a run folder, `env_id` a task of a module that may be imported. Raises
+    InputError if it does not fit, there is none, or the model names code that is neither given here nor our own."""
     model = read_model(source)
+    check_own_module(str(source), str(model["args"].get("env_id")), env_id)
+    if script is None and not is_own(model["script"]):
+        raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")
     path = ROOT / model["script"] if script is None else Path(script)
     try:
         if model.get("script_sha256") not in (None, sha256(path)):  # None: an older model
@@ -366,6 +383,7 @@ def load_agent(
             print(f"note: {path.name} is not the script that made {source}: {copy}", file=sys.stderr)
         module = load_script(path)
         args = from_json(module.Args, model["args"])
+        check_limits(args)
         envs = Envs(module.make_envs(args, len(args.env_id.split(",")), seed=0))
         envs.close()
         agent = module.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)

@@ -4,6 +4,7 @@ episode has ended, the observation already belongs to the next one, and the rewa
 import difflib
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -198,8 +199,11 @@ class Envs(RecordEpisodeStatistics):
 
 
 def check_finite(name: str, values: np.ndarray) -> None:
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise TrainingError(f"{name} of the environments is NaN or infinite")
+    """Raise TrainingError for numbers that are NaN or infinite as float32, which the networks compute in."""
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            if not np.isfinite(values.astype(np.float32, copy=False)).all():
+                raise TrainingError(f"{name} of the environments is NaN or infinite")
 
 
 def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
@@ -308,7 +312,8 @@ class RecordFirstEnv(VectorWrapper):
             if upload:
                 import wandb
 
-                wandb.log({"videos": wandb.Video(str(self.path))})
+                with suppress(Exception):  # the run's end says so
+                    wandb.log({"videos": wandb.Video(str(self.path))})
             self.path = None
 
     def close(self, **kwargs: Any) -> None:

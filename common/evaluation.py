@@ -19,6 +19,9 @@ MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_compl
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
 
 
+LONGEST = 27_000  # steps of an episode, as in Atari's games; Procgen's longest has 6,000
+
+
 class DrawingFrom(TorchDispatchMode):
     """Within it, all that this thread draws comes from `generator`: actors may draw from PyTorch's at the same time."""
 
@@ -50,7 +53,7 @@ class HeldOut:
         agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
         state, drawing = None, DrawingFrom(torch.Generator(self.device).manual_seed(self.seed))
         episodes = [[] for _ in range(self.envs.num_envs)]
-        while min(map(len, episodes)) < quota:
+        while self.pending(episodes, quota):
             obs = torch.as_tensor(self.envs.obs, device=self.device)
             dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
             with drawing:
@@ -61,7 +64,16 @@ class HeldOut:
             for episode in finished_episodes(infos):
                 episodes[episode.env].append(episode)
             on_step(sum(min(len(each), quota) for each in episodes))
-        return [each[:quota] for each in episodes]
+        played = [each[:quota] for each in episodes]
+        if lacking := quota * len(played) - sum(map(len, played)):
+            words = f"{lacking} of {quota * len(played)} episodes of the evaluation have not ended"
+            print(f"warning: {words} within {LONGEST:,} steps: they do not count", file=sys.stderr)
+        return played
+
+    def pending(self, episodes: list[list[Episode]], quota: int) -> bool:
+        """Whether an environment still plays one of its first `quota` episodes, and not for ever."""
+        lengths = self.envs.episode_lengths
+        return any(len(each) < quota and length <= LONGEST for each, length in zip(episodes, lengths, strict=True))
 
 
 def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int, int]:
@@ -75,14 +87,15 @@ def summaries(played: list[list[Episode]], games: list[str], mode: str) -> dict[
     found = {}
     for number, game in enumerate(games):
         episodes = [episode for each in played[number :: len(games)] for episode in each]
-        returns = np.array([episode.episodic_return for episode in episodes])
+        returns = [episode.episodic_return for episode in episodes]
+        complete = [episode.level_complete for episode in episodes]
         found[game] = {
             "episodes": len(returns),
-            "episodic_return": returns.mean(),
-            "standard_error": returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else math.nan,
-            "episodic_length": np.mean([episode.length for episode in episodes]),
-            "normalized_return": normalized(returns.mean(), game, mode),
-            "level_complete": np.mean(np.array([episode.level_complete for episode in episodes], float)),  # None: NaN
+            "episodic_return": mean(returns),
+            "standard_error": np.std(returns, ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else math.nan,
+            "episodic_length": mean([episode.length for episode in episodes]),
+            "normalized_return": normalized(mean(returns), game, mode),
+            "level_complete": mean([math.nan if each is None else each for each in complete]),
         }
     return found
 

@@ -8,6 +8,7 @@ Intrinsic returns continue across the ends of episodes (Burda et al. 2018, secti
 4. The learning rate stays constant, gradients are not clipped, and no minibatch is split into micro-batches."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,9 +127,9 @@ class Intrinsic(nn.Module):
     obs, actions, next_obs and `within`, [B, ...] each, and returns their rewards [B], its loss and metrics. Where an
     episode ends, `next_obs` begins the next one and `within` is 0; elsewhere `within` is 1."""
 
-    def __init__(self, args: Any, envs: Any, epochs: int, device: torch.device):
+    def __init__(self, args: Any, envs: Any, compute_gae: Callable, epochs: int, device: torch.device):
         super().__init__()
-        self.args, self.epochs = args, epochs
+        self.args, self.compute_gae, self.epochs = args, compute_gae, epochs
         self.generator = torch.Generator().manual_seed(args.seed)  # separate: leaves the agent's draws as they are
         with torch.random.fork_rng(devices=[]):  # for the same reason
             self.model = {"rnd": RND, "icm": ICM}[args.intrinsic_reward](envs)
@@ -153,7 +154,9 @@ class Intrinsic(nn.Module):
             last_value = self.value(last_obs)
         scaled = self.normalizer(rewards.cpu().numpy(), np.zeros(shape, np.float32))
         rewards = torch.as_tensor(scaled).to(rewards)
-        intrinsic_advantages = self.estimate_advantages(rewards, values, last_value)
+        endless = {"dones": torch.zeros_like(values), "truncation_values": torch.zeros_like(values)}
+        endless = rollout._replace(rewards=rewards, values=values, **endless)
+        intrinsic_advantages = self.compute_gae(endless, last_value, args.intrinsic_gamma, args.gae_lambda)
         returns = intrinsic_advantages + values
         metrics = self.learn(transitions, returns)
         metrics |= {"charts/intrinsic_reward": rewards.mean(), "charts/intrinsic_value": values.mean()}
@@ -161,16 +164,6 @@ class Intrinsic(nn.Module):
         if args.pretraining:
             return weighted, returns, metrics
         return advantages + weighted, advantages + rollout.values, metrics
-
-    def estimate_advantages(self, rewards: Tensor, values: Tensor, last_value: Tensor) -> Tensor:
-        """Generalised advantage estimates [T, N] of returns that never end."""
-        gamma = self.args.intrinsic_gamma
-        deltas = rewards + gamma * torch.cat([values[1:], last_value.unsqueeze(0)]) - values
-        advantages, advantage = torch.zeros_like(deltas), torch.zeros_like(last_value)
-        for t in reversed(range(len(deltas))):
-            advantage = deltas[t] + gamma * self.args.gae_lambda * advantage
-            advantages[t] = advantage
-        return advantages
 
     def learn(self, transitions: list[Tensor], returns: Tensor) -> dict[str, Tensor]:
         """Train on transitions and their intrinsic returns [T, N]; return metrics, means over all minibatches."""

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -11,6 +12,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,9 +34,8 @@ from torch.utils.tensorboard import SummaryWriter
 from common import InputError, TrainingError
 from common.envs import Episode, finished_episodes
 from common.procgen_env import PROCGEN_GAMES
-from common.settings import flag, preset_args, read_json, to_json
+from common.settings import ROOT, flag, preset_args, read_json, to_json
 
-ROOT = Path(__file__).parent.parent  # of the repository
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 CSV_COLUMNS = {  # after "step" and "seconds"
     "progress.csv": "episodes episodic_return last_100_return last_100_level_complete",
@@ -61,6 +63,7 @@ class Run:
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
         self.best_return = state.get("best_return", -math.inf)  # of all evaluations
+        self.rows = dict.fromkeys(CSV_COLUMNS, 0) | state.get("rows", {})  # rows that were written to each CSV
         self.path = world.on_rank_zero(lambda: self.open(resumed))
         self.last_shown = self.began = time.monotonic()
         self.start = self.began - state.get("seconds", 0.0)
@@ -74,6 +77,8 @@ class Run:
         self.meta = self.make_meta(resumed)
         if resumed:
             time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
+            for file in path.rglob(".tmp-*"):  # of a process that was killed as it wrote
+                file.unlink()
         else:
             shutil.copy(ROOT / self.script, path)
         settings = to_json(self.args)
@@ -110,35 +115,43 @@ class Run:
             meta["resumed"].append(process | {"step": self.step})
         return meta | {"command": here["command"], "finished": None}
 
-    def track(self, settings: dict[str, Any]) -> Any:
+    def track(self, config: dict[str, Any]) -> Any:
         """Begin or go on with a run of Weights & Biases. Its files lie outside of the folder, which it copies."""
         import wandb
 
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.path.name}
         names |= {"id": re.sub(r"\W", "-", self.path.name), "dir": self.path.parent}
+        # With its console, each print would wait for a process that may be gone.
+        names["settings"] = wandb.Settings(console="off", init_timeout=20)
         try:
-            return wandb.init(**names, resume="allow", sync_tensorboard=True, save_code=True, config=settings)
-        except wandb.errors.UsageError as error:  # no login, say
+            return wandb.init(**names, resume="allow", sync_tensorboard=True, save_code=True, config=config)
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:  # no login, say
             if self.step == 0:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
+        except wandb.errors.Error as error:
+            print(f"warning: Weights & Biases does not answer, so the run is not tracked: {error}", file=sys.stderr)
 
     def cut_log(self, file: Path, header: str) -> None:
-        """Drop the rows after the checkpoint's step and a last line cut short. Add columns that an older log lacks."""
-        if not file.exists():
-            print(f"warning: {file} is gone and starts anew", file=sys.stderr)
-            return
-        old_header, *rows = file.read_text().splitlines(keepends=True) or [header]
-        kept = [row for row in rows if row[-1] == "\n" and int(row.partition(",")[0]) <= self.step]
-        end = "," * (header.count(",") - old_header.count(",")) + "\n"
-        write_atomically(file, "".join([header, *(row[:-1] + end for row in kept)]).encode())
+        """Drop the rows after the checkpoint's step and those that a crash has damaged. Add columns that an older log
+        lacks. Say so if rows are missing."""
+        old_header, *rows = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else [header]
+        kept = []
+        for row in rows:
+            step = row.partition(",")[0]
+            if row[-1] == "\n" and "\0" not in row and step.isdecimal() and int(step) <= self.step:
+                kept.append(row[:-1] + "," * (header.count(",") - old_header.count(",")) + "\n")
+        if len(kept) < self.rows[file.name]:
+            print(f"warning: {file} has lost {self.rows[file.name] - len(kept)} rows", file=sys.stderr)
+        write_atomically(file, "".join([header, *kept]).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics of the episodes. Every rank calls it."""
         self.flush()
         statistics = {"recent": list(self.recent), "recent_complete": list(self.recent_complete)}
         statistics |= {"new_returns": self.new_returns.copy(), "best_return": self.best_return}
-        return statistics | {"num_episodes": self.num_episodes, "seconds": time.monotonic() - self.start}
+        statistics |= {"num_episodes": self.num_episodes, "rows": self.rows.copy()}
+        return statistics | {"seconds": time.monotonic() - self.start}
 
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
         """Write finite scalars to TensorBoard, and rows to CSVs by name, which get the seconds since the start."""
@@ -154,6 +167,7 @@ class Run:
                 for row in new_rows:
                     cells = [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
                     writer.writerow([step, seconds, *cells])
+                self.rows[name] += len(new_rows)
         except OSError as error:  # a log with a gap would not be the run's log
             raise TrainingError(f"nothing can be logged in {self.path} ({error.strerror})") from error
 
@@ -219,14 +233,15 @@ class Run:
         if self.world.rank > 0 or (now - self.last_shown < (0.1 if terminal else LINE_SECONDS) and not last):
             return
         self.last_shown = now
-        line = f"{self.now_at:,}/{self.total_steps:,}  {self.summary()}  "
+        fields = [f"{self.now_at:,}/{self.total_steps:,}", self.summary(), phase]
         if self.speed:
             hours, minutes = divmod(round(max(0, self.total_steps - self.now_at) / self.speed / 60), 60)
-            line += f"{self.speed:.0f} steps/s  ETA {hours}:{minutes:02} h  "
-        line = (line + phase).rstrip()
+            fields[2:2] = [f"{self.speed:.0f} steps/s", f"ETA {hours}:{minutes:02} h"]
         if terminal:
-            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        print(line, end="" if terminal else "\n", flush=True)
+            while len(fields) > 2 and len("  ".join(fields)) >= shutil.get_terminal_size().columns:
+                del fields[-2]  # the phase is the last to go
+            print(end="\r\x1b[K")
+        print("  ".join(fields).rstrip(), end="" if terminal else "\n", flush=True)
 
     def summary(self) -> str:
         """The mean return of the last 100 episodes, and the share of them that solved their levels."""
@@ -248,12 +263,16 @@ class Run:
             with suppress(OSError):  # which an earlier write has raised, too
                 each.close()
         if self.wandb_run is not None:
-            self.wandb_run.finish()
+            try:
+                ThreadPoolExecutor(1).submit(self.wandb_run.finish).result(300 if error is None else 5)
+            except Exception as failure:  # its process is gone, or does not answer
+                print(f"warning: Weights & Biases has not got all of the run: {failure!r}", file=sys.stderr)
         self.lock.close()
         if error is None or isinstance(error, KeyboardInterrupt):
             seconds = time.monotonic() - self.start
             text = f"{self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} steps/s), "
             text += f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
+            text += f", {self.now_at - self.step:,} more steps are dropped" if self.now_at > self.step else ""
             print(f"{'stopped' if error else 'done'}: {text} | model: {self.path / 'model.pt'}")
 
 
@@ -338,10 +357,14 @@ def make_run_dir(args: Any) -> Path:
 
 
 def lock_folder(path: Path, note: bool = True) -> IO:
-    """Lock a run's folder until the returned file is closed, if there are locks. Raises InputError if it is in use."""
+    """Lock a run's folder until the returned file is closed, if there are locks. Raises InputError if it is in use, and
+    OSError if it holds a link or a device: what is written into the folder could go elsewhere."""
+    for each in path.rglob("*"):
+        if each.is_symlink() or not (each.is_file() or each.is_dir()):
+            raise OSError(errno.ELOOP, f"{each} is a link or no regular file")
     file = (path / "lock").open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: a fork of the environment would inherit it
     except BlockingIOError:
         file.close()
         raise InputError(f"{path} is in use by another process: wait for its end, or stop it.") from None
@@ -353,9 +376,9 @@ def lock_folder(path: Path, note: bool = True) -> IO:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file in place of the one before, which stays whole if this fails or the machine loses power."""
-    temporary = path.with_name(".tmp")  # one name, so that killed processes leave one file at most
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")  # of this writer alone
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

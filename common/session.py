@@ -69,12 +69,17 @@ class Session:
         args, num_envs = self.args, num_envs or self.args.num_envs
         video = args.capture_video and number == 0
         render = video and args.env_id.split(",")[0] not in PROCGEN_GAMES  # whose observations are filmed
-        envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
-        envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
-        self.envs.append(envs)
-        self.exits.callback(envs.close)
         first = number * num_envs
-        envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
+        try:
+            envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
+            envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
+            self.envs.append(envs)
+            self.exits.callback(envs.close)
+            envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
+        except (InputError, TrainingError, MemoryError):
+            raise
+        except Exception as error:  # a task's own code may raise any
+            raise InputError(f"--env-id {args.env_id} cannot be started: {error!r}") from error
         if len(envs.single_observation_space.shape or ()) == 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # MLPs gain nothing from a second one, and wait for it on a busy machine
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
@@ -82,13 +87,14 @@ class Session:
             raise InputError(f"the observations of a batch take {batch / 1e9:,.0f} GB: lower --num-steps.")
         return envs
 
-    def make_intrinsic(self, envs: Envs, epochs: int) -> Intrinsic | None:
-        """What `--intrinsic-reward` names, or None; `epochs` are its passes over each rollout."""
+    def make_intrinsic(self, envs: Envs, compute_gae: Callable, epochs: int) -> Intrinsic | None:
+        """What `--intrinsic-reward` names, or None. It estimates advantages by the script's `compute_gae`, and makes
+        `epochs` passes over each rollout."""
         if self.args.intrinsic_reward == "none":
             return None
         if self.world.world_size > 1:  # their statistics would differ
             raise InputError("--intrinsic-reward is for a single process: start it without torchrun, or leave it out.")
-        return Intrinsic(self.args, envs, epochs, self.device)
+        return Intrinsic(self.args, envs, compute_gae, epochs, self.device)
 
     def open_run(self, agent: nn.Module, **parts: Any) -> Run:
         """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
@@ -112,7 +118,7 @@ class Session:
         self.save = self.checkpoints.save
         if args.capture_video:
             self.envs[0].video.folder = run.path / "videos"
-            self.envs[0].video.track = args.track
+            self.envs[0].video.track = run.wandb_run is not None
         if resumed:
             load_parts({"random": RandomStates()}, resumed, world.rank)
         else:
@@ -124,6 +130,8 @@ class Session:
         interval = self.args.eval_interval
         if interval and (step % interval < self.iteration_steps or step >= self.total_steps):
             self.run.flush()
+            if self.world.rank == 0:
+                self.checkpoints.try_write()  # should the evaluation not end
             if self.world.rank == 0 and self.evaluator(step, self.run):
                 self.checkpoints.write_model("best.pt", step, self.evaluator.agent.state_dict())
             self.world.broadcast(None)  # the other ranks wait
@@ -144,6 +152,7 @@ class Session:
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:
                 self.checkpoints.close(error)
+                INTERRUPT.held = False  # environments may hang as they are closed
             elif isinstance(error, InputError):
                 raise error
         if error is None:
@@ -176,6 +185,8 @@ class Outlet:
 
     def __init__(self, stream: TextIO | None):  # None: closed from the start
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+        with suppress(OSError, AttributeError):
+            self.stream.reconfigure(errors="backslashreplace")  # a folder's name, where the terminal takes ASCII alone
 
     def write(self, text: str) -> None:
         with suppress(OSError):
@@ -214,9 +225,9 @@ def one_line_errors() -> Iterator[None]:
     INTERRUPT.held = True
     for number in SIGNALS:  # the interpreter's end takes Python's handlers away
         signal.signal(number, signal.SIG_IGN)
-    if any(thread.name.startswith("actor") for thread in threading.enumerate()):
+    if any(thread.name.startswith(("actor", "wandb")) for thread in threading.enumerate()):
         sys.stdout.flush()
-        os._exit(code)  # the interpreter's own way out would abort beside an actor that hangs in its environment
+        os._exit(code)  # the interpreter's own way out would wait for what may hang, and abort beside an actor
     if code:
         sys.exit(code)
 

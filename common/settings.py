@@ -20,6 +20,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 from common import InputError
 
 T = TypeVar("T", int, float)
+ROOT = Path(__file__).parent.parent  # of the repository
 HOST_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
 
@@ -231,11 +232,28 @@ def differs_from_preset(args: Any) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The dict in a JSON file; an empty one if the file holds no dict or cannot be read."""
+    if not path.is_file():  # a pipe would keep us waiting
+        return {}
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):  # the last two: not JSON, not text, or hostile
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def is_own(name: str) -> bool:
+    """Whether a Python file is the repository's, by its path from the root: it lies in the top folder, where nothing
+    lands that comes with a model or a run folder. Such code alone is run because a file names it."""
+    path = Path(os.path.abspath(ROOT / name))
+    return path.parent == ROOT.absolute() and path.is_file()
+
+
+def check_own_module(source: str, env_id: str, given: str | None) -> None:
+    """Raise InputError for a task "module:name" of a run or model `source` whose module is not the repository's, unless
+    the user has `given` it: Gymnasium would import it."""
+    module, found, _ = env_id.partition(":")
+    if found and env_id != given and not is_own(f"{module}.py"):
+        raise InputError(f"{source} plays {env_id!r}, which imports {module}: add --env-id {env_id}, if you trust it.")
 
 
 def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
@@ -244,16 +262,20 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     early.add_argument("--resume")
     early.add_argument("--preset")
+    early.add_argument("--env-id")
     known, _ = early.parse_known_args(words)
     args = args_class()
     if known.resume not in (None, "None", "auto"):
         saved = read_json(Path(known.resume, "args.json"))
         if not saved:
             raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
+        check_own_module(f"--resume {known.resume}", str(saved.get("env_id")), known.env_id)
         try:
-            args = from_json(args_class, saved | {"resume": None})
+            args = from_json(args_class, saved | {"resume": None, "track": False})
         except Exception as error:  # of tyro's, too
             raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
+        if saved.get("track") and "--track" not in words:
+            print("note: that run was tracked: add --track to go on with that, too", file=sys.stderr)
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
     description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]

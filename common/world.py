@@ -22,16 +22,15 @@ PER_HOST = {"runs_dir", "resume", "init_from", "num_threads", "device"}  # setti
 
 class World:
     """One process, or a rank among several; the methods are those of torch.distributed, and do nothing for one process.
-    `launcher` starts the command that repeats a run. `restarted` ranks, by torchrun, go on with their run."""
+    `launcher` starts the command that repeats a run."""
 
     def __init__(self, device: torch.device):
-        self.rank, self.world_size, self.launcher, self.restarted = 0, 1, "python", False
+        self.rank, self.world_size, self.launcher = 0, 1, "python"
         self.device, self.networks = device, []
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
         if not self.several:
             return
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
         hosts = os.environ["GROUP_WORLD_SIZE"]
         self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
         self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"

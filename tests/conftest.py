@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 
 # The tests' networks are too small to share: on a busy machine two threads wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -123,6 +124,13 @@ class CrashEnv(CountEnv):
         return super().step(action)
 
 
+class StuckEnv(CountEnv):
+    """Cannot be closed."""
+
+    def close(self):
+        time.sleep(600)
+
+
 class SpoiltEnv(CountEnv):
     """Gives a bad first observation, observation or reward in its 25th step, or last observation in its 30th."""
 
@@ -179,5 +187,5 @@ def small_networks():
 
 for kind in (LuckEnv, ArmEnv, CueEnv, PushEnv):
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind)
-for kind, limit in {CountEnv: 5, CrashEnv: 5, SpoiltEnv: 30, BitsEnv: 10}.items():
+for kind, limit in {CountEnv: 5, CrashEnv: 5, StuckEnv: 5, SpoiltEnv: 30, BitsEnv: 10}.items():
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind, max_episode_steps=limit)

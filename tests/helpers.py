@@ -1,11 +1,15 @@
 """What several test files use."""
 
+import contextlib
 import csv
 import dataclasses
 import json
 import shlex
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +77,19 @@ def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 def flags(args: Any) -> list[str]:
     """The command line of `args`, without the program."""
     return shlex.split(command(args, "x.py"))[2:]
+
+
+@contextlib.contextmanager
+def in_use(run_dir: Path) -> Iterator[None]:
+    """As if another process were making the run in this folder."""
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(run_dir / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield
+        process.stdin.close()
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -113,7 +113,7 @@ def test_a_rank_that_is_killed_changes_nothing(script, whole, tmp_path):
     Of IMPALA it is rank zero, of PPG it is rank zero that keeps the store: what it knew of the run is lost.
     """
     killed, statuses = int(script != "impala"), [1, 1]
-    settings = settings_of(script, tmp_path / "runs", kill=[killed, 160])
+    settings = settings_of(script, tmp_path / "runs", kill=[killed, 160], resume="auto")
     two = Ranks(tmp_path, 2, agent_store=script != "ppg")
     statuses[killed] = -signal.SIGKILL
     forks = two.run(ranks.train, tmp_path, settings, statuses=statuses)
@@ -125,13 +125,21 @@ def test_a_rank_that_is_killed_changes_nothing(script, whole, tmp_path):
 
 
 def test_torchrun_starts_them_again(whole, tmp_path):
-    settings = settings_of("ppo", tmp_path / "runs", kill=[1, 160])
+    settings = settings_of("ppo", tmp_path / "runs", kill=[1, 160], resume="auto")
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", ranks.__file__, "train", str(tmp_path)]
     with fast.Fork(tmp_path, ranks.torchrun, [*words, json.dumps(settings)]) as process:
         assert process.wait(120) == 0, process.output + process.errors
     (path,) = (tmp_path / "runs").iterdir()
     assert resumed_at(path) == [128]
     check_same_run(path, whole("ppo"))
+
+
+def test_without_resume_they_begin_a_new_run(whole, tmp_path):
+    shutil.copytree(whole("ppo"), tmp_path / "runs/older")
+    two = Ranks(tmp_path, 2)
+    two.starts = 1  # they have died before they had a folder
+    two.run(ranks.train, tmp_path, settings_of("ppo", tmp_path / "runs"))
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_sigterm_and_resume(tmp_path):

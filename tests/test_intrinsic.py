@@ -43,16 +43,16 @@ def envs_of(space=VECTOR, action_space=ACTION_SPACES["discrete"]):
 def make(kind, space=VECTOR, script=ppo, epochs=3, **settings):
     torch.manual_seed(0)
     args = script.Args(num_envs=N, num_steps=T, num_minibatches=2, intrinsic_reward=kind, **settings)
-    return intrinsic.Intrinsic(args, envs_of(space), epochs, torch.device("cpu"))
+    return intrinsic.Intrinsic(args, envs_of(space), script.compute_gae, epochs, torch.device("cpu"))
 
 
 def explored(made, rollout, last_obs):
     """The rollout with intrinsic rewards and values, in which no episode ends, and the values after it."""
     found, zeros = [], torch.zeros(T, N)
-    made.estimate_advantages = lambda *args: found.extend(args) or zeros
+    made.compute_gae = lambda *args: found.extend(args) or zeros
     made(rollout, last_obs, zeros)
-    rewards, values, last_value = found
-    return rollout._replace(rewards=rewards, values=values, dones=zeros, truncation_values=zeros), last_value
+    endless, last_value, *_ = found
+    return endless._replace(dones=zeros, truncation_values=zeros), last_value
 
 
 def test_running_moments_are_those_of_all_observations():

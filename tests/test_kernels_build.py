@@ -15,7 +15,7 @@ from common.fast import kernels
 @pytest.fixture
 def kept(tmp_path, monkeypatch) -> Path:
     """The folder for libraries, in a home where nothing has been compiled yet. The kernels are one small function."""
-    (tmp_path / "kernels.cpp").write_text('extern "C" int one() { return 1; }')
+    (tmp_path / "kernels.cpp").write_text('extern "C" int pool_forward_float32() { return 1; }')
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
     monkeypatch.setattr(kernels, "build", functools.cache(kernels.build.__wrapped__))
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -31,13 +31,13 @@ def compilations(kept, monkeypatch):
 
     def count() -> int:
         commands.clear()
-        assert kernels.build.__wrapped__().one() == 1
+        assert kernels.build.__wrapped__().pool_forward_float32() == 1
         return sum("-o" in command for command in commands)
 
     return count
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "sh hanging"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "sh hanging", "c++ -Dpool_forward_float32=other"])
 def test_without_a_compiler_pytorch_computes_and_a_note_says_so_once(compiler, kept, tmp_path, monkeypatch, capsys):
     """A compiler that hangs is given up after a minute, here after half a second."""
     run = subprocess.run

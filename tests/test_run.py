@@ -198,19 +198,19 @@ def test_a_file_alone_is_the_agent(source, finished, tmp_path):
 
 
 def test_an_agent_of_a_script_that_has_changed(tmp_path, capsys):
-    """A note says so, unless the script that made it is named."""
+    """A note says so, unless the script that made it is named. Scripts of other folders than ours must be."""
     copy, source = tmp_path / "idea.py", Path(ppo.__file__).read_text()
     copy.write_text(source)
     script = load_script(copy)
     run_dir = script.main(make_args(script, tmp_path / "runs", total_timesteps=256))
     copy.write_text(source.replace("nn.Tanh()", "nn.SiLU()"))
     capsys.readouterr()
-    for named in (None, run_dir / "idea.py"):
+    for named in (copy, run_dir / "idea.py"):
         sys.modules.pop(script.__name__, None)
         agent, *_ = load_agent(run_dir, script=named)
-        assert isinstance(agent.encoder[1], torch.nn.SiLU if named is None else torch.nn.Tanh)
+        assert isinstance(agent.encoder[1], torch.nn.SiLU if named is copy else torch.nn.Tanh)
         note = "idea.py is not the script that made" in (notes := capsys.readouterr().err)
-        assert note == (named is None)
+        assert note == (named is copy)
         assert note == ("--script RUN/idea.py" in notes)
 
 
@@ -218,9 +218,12 @@ def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
     model = torch.load(finished.path / "model.pt", weights_only=True)
     weights = {name: value for name, value in model["agent"].items() if "head" not in name}
     for change, words in (
-        ({"script": "no_script.py"}, r"some\.pt is of another no_script.py"),
+        ({"script": "no_script.py"}, r"some\.pt is of the script 'no_script.py'"),
+        ({"script": None}, r"some\.pt is no model"),
+        ({"args": [1]}, r"some\.pt is no model"),
+        ({"agent": [1]}, r"some\.pt holds no agent"),
         ({"args": model["args"] | {"wings": 2}}, "is of another .*wings"),
-        ({"args": model["args"] | {"init_fn": "gone"}}, "is of another .*not in"),
+        ({"args": model["args"] | {"init_fn": "__class__"}}, "is of another .*not in"),
         ({"agent": weights}, "is of another .*state_dict"),
     ):
         torch.save(model | change, tmp_path / "some.pt")

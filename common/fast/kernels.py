@@ -43,8 +43,8 @@ def build() -> ctypes.CDLL | None:
             if kept is not None:
                 with suppress(OSError):  # the folder is read-only or full
                     write_library(kept, library.read_bytes())
-            return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
+            return load_library(library)
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         say_slower(error)
         return None
 
@@ -88,7 +88,14 @@ def read_library(path: Path) -> ctypes.CDLL:
         content = file.read()
     if not private or hashlib.sha256(content[:-32]).digest() != content[-32:]:
         raise OSError(f"{path} is damaged or not private")
-    return ctypes.CDLL(str(path))
+    return load_library(path)
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Raises AttributeError for a library without the kernels: `$CXX` may be any program."""
+    library = ctypes.CDLL(str(path))
+    library.pool_forward_float32  # noqa: B018 (looks it up)
+    return library
 
 
 def write_library(path: Path, library: bytes) -> None:

@@ -1,0 +1,227 @@
+"""Folders and models of strangers, and what fails beside a run: nothing runs that was not named, nothing is lost."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import wandb
+
+import fast
+import ppo
+from common import InputError, TrainingError, evaluation
+from common.checkpoint import load_agent, newest_checkpoint
+from common.run import ROOT, lock_folder, write_atomically
+from common.settings import parse
+from conftest import CountEnv, SpoiltEnv
+from helpers import newest, read_csv, read_json, small_args
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+
+
+def make_args(runs, **settings):
+    return small_args(ppo, runs, {"num_steps": 16}, **{"total_timesteps": 192, "checkpoint_interval": 0.0} | settings)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return ppo.main(make_args(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture
+def stranger(finished, tmp_path):
+    """A run folder from elsewhere, with a module of its own."""
+    path = Path(shutil.copytree(finished, tmp_path / "stranger"))
+    (path / "evil.py").write_text(EVIL)
+    return path
+
+
+def resume(path, *words):
+    return ppo.main(parse(ppo.Args, [f"--resume={path}", "--total-timesteps=320", *words]))
+
+
+def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
+    monkeypatch.syspath_prepend(stranger)
+    evil, model = stranger / "evil.py", torch.load(stranger / "model.pt", weights_only=True)
+    inside = os.path.relpath(evil, ROOT)
+    for script in (str(evil), inside, f"tests/../{inside}", "tests/conftest.py", "a\0b", "."):
+        torch.save(model | {"script": script}, stranger / "model.pt")
+        with pytest.raises(InputError, match=r"is of the script .*: name it by --script, if you trust it\.$"):
+            load_agent(stranger)
+    settings = read_json(stranger / "args.json") | {"env_id": "evil:E-v0"}
+    (stranger / "args.json").write_text(json.dumps(settings))
+    torch.save(model | {"args": settings}, stranger / "model.pt")
+    for attempt in (load_agent, resume):
+        with pytest.raises(InputError, match=r"which imports evil: add --env-id evil:E-v0, if you trust it\.$"):
+            attempt(stranger)
+    assert not (stranger / "ran").exists()
+    assert parse(ppo.Args, ["--resume", str(stranger), "--env-id", "evil:E-v0"]).env_id == "evil:E-v0"
+    with pytest.raises(InputError, match="is not known"):
+        load_agent(stranger, env_id="evil:E-v0")
+    assert (stranger / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
+def test_a_folder_with_links_is_not_written_to(name, stranger, tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    (stranger / name).unlink(missing_ok=True)
+    (stranger / name).symlink_to(tmp_path / "kept")
+    with pytest.raises(InputError, match=f"{name} is a link or no regular file"):
+        resume(stranger)
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["lock", "args.json", "meta.json", "model.pt"])
+def test_a_pipe_is_not_waited_for(name, stranger):
+    (stranger / name).unlink()
+    os.mkfifo(stranger / name)
+    with pytest.raises(InputError, match=r"no r(egular file|un folder)"):
+        resume(stranger)
+    if name == "model.pt":
+        with pytest.raises(InputError, match="is no file"):
+            load_agent(stranger)
+
+
+def test_writers_of_one_folder_do_not_meet(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def write_another(descriptor):
+        monkeypatch.setattr(os, "fsync", sync)
+        write_atomically(tmp_path / "b", b"second")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", write_another)
+    write_atomically(tmp_path / "a", b"first")
+    assert [(tmp_path / name).read_bytes() for name in "ab"] == [b"first", b"second"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_fork_of_an_environment_does_not_keep_the_lock(tmp_path):
+    lock = lock_folder(tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    lock.close()
+    lock_folder(tmp_path).close()
+    child.kill()
+
+
+def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
+    header, first, *rows = (stranger / "progress.csv").read_text().splitlines(keepends=True)
+    (stranger / "progress.csv").write_text("".join([header, "\0" * len(first), "\n", *rows]))
+    (stranger / ".tmp-0").write_text("of a killed process")
+    for total in (320, 384):
+        resume(stranger, f"--total-timesteps={total}")
+        assert f"warning: {stranger / 'progress.csv'} has lost 1 rows\n" in capsys.readouterr().err
+    assert "\0" not in (stranger / "progress.csv").read_text()
+    assert (
+        newest_checkpoint(stranger)["run"]["rows"]["progress.csv"] == 6 == len(read_csv(stranger / "progress.csv")) + 1
+    )
+    assert not list(stranger.rglob(".tmp*"))
+
+
+def test_tracking_may_fail(tmp_path, monkeypatch, capsys):
+    def unreachable(**_):
+        raise wandb.errors.CommError("timed out")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    assert read_json(ppo.main(make_args(tmp_path, track=True)) / "meta.json")["finished"]
+    assert "warning: Weights & Biases does not answer, so the run is not tracked" in capsys.readouterr().err
+    gone, answered = SimpleNamespace(finish=lambda: 1 / 0), threading.Event()
+    monkeypatch.setattr(wandb, "init", lambda **_: gone)
+    assert read_json(ppo.main(make_args(tmp_path, track=True)) / "meta.json")["finished"]
+    assert "warning: Weights & Biases has not got all of the run: ZeroDivisionError" in capsys.readouterr().err
+    gone.finish = answered.wait
+    monkeypatch.setattr(ppo, "update", lambda *_: signal.raise_signal(signal.SIGINT))
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ppo.main(make_args(tmp_path, track=True))
+    answered.set()
+    assert time.monotonic() - began < 30
+    assert "warning: Weights & Biases has not got all of the run: TimeoutError" in capsys.readouterr().err
+
+
+def test_a_tracked_run_is_tracked_further_only_if_its_user_says_so(stranger, capsys):
+    settings = read_json(stranger / "args.json") | {"track": True, "wandb_entity": "stranger"}
+    (stranger / "args.json").write_text(json.dumps(settings))
+    assert not parse(ppo.Args, ["--resume", str(stranger)]).track
+    assert "note: that run was tracked: add --track" in capsys.readouterr().err
+    assert parse(ppo.Args, ["--resume", str(stranger), "--track"]).track
+
+
+def test_numbers_that_no_network_can_use(stranger, tmp_path, monkeypatch):
+    monkeypatch.setattr(SpoiltEnv, "spoilt", ("observation", 1e300))
+    monkeypatch.setattr(SpoiltEnv, "observation_space", gym.spaces.Box(-np.inf, np.inf, (1,), np.float64))
+    with pytest.raises(TrainingError, match="an observation of the environments is NaN or infinite"):
+        ppo.main(make_args(tmp_path / "runs", env_id="TestSpoilt-v0"))
+    model = torch.load(stranger / "model.pt", weights_only=True)
+    model["agent"]["encoder.0.weight"][0, 0] = np.nan
+    torch.save(model, stranger / "model.pt")
+    with pytest.raises(InputError, match=r"encoder\.0\.weight is NaN or infinite"):
+        ppo.main(make_args(tmp_path / "runs", init_from=str(stranger)))
+
+
+def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, capsys):
+    """The newest checkpoint is written before it."""
+    gym.register("TestEndless-v0", CountEnv)
+    monkeypatch.setattr(evaluation, "LONGEST", 20)
+    path = ppo.main(
+        make_args(tmp_path, env_id="TestEndless-v0", eval_interval=100, eval_episodes=4, checkpoint_interval=1e9)
+    )
+    assert "warning: 4 of 4 episodes of the evaluation have not ended within 20 steps" in capsys.readouterr().err
+    assert {(row["episodes"], row["episodic_return"]) for row in read_csv(path / "eval.csv")} == {("0", "nan")}
+
+
+def test_a_signal_ends_a_run_whose_environments_cannot_be_closed(tmp_path):
+    words = [
+        "--env-id=TestStuck-v0",
+        "--num-envs=4",
+        "--num-steps=16",
+        "--total-timesteps=64",
+        f"--runs-dir={tmp_path}",
+    ]
+    with fast.Fork(tmp_path / "printed", fast.run_script, "ppo", [*words, "--device=cpu"]) as process:
+        process.wait_for(lambda: "done: " in process.output)
+        process.send(signal.SIGTERM)
+        assert process.wait(10) == 143
+    assert newest(next(tmp_path.glob("TestStuck*")))["step"] == 64
+
+
+def test_an_environment_that_fails_at_once(tmp_path):
+    class Broken(CountEnv):
+        def reset(self, **_):
+            raise KeyError("no asset")
+
+    gym.register("TestBroken-v0", Broken)
+    with pytest.raises(InputError, match=r"^--env-id TestBroken-v0 cannot be started: KeyError\('no asset'\)$"):
+        ppo.main(make_args(tmp_path, env_id="TestBroken-v0"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_while_pytorch_is_imported():
+    restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "ppo.py"], cwd=ROOT, preexec_fn=restore, **pipes) as process:
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "stopped by Ctrl-C\n")
+    assert process.returncode == -signal.SIGINT
+
+
+def test_text_that_the_terminal_cannot_show(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "läufe")
+    words = ["ppo.py", "--resume", str(tmp_path / "läufe"), "--total-timesteps=320"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "CXX": "false"}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
+    assert (done.returncode, "l\\xe4ufe" in done.stdout) == (0, True), done.stderr
