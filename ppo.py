@@ -261,7 +261,7 @@ def collect(
             final_obs = to_device(np.stack(infos["final_obs"][cut]), obs.device).to(obs.dtype)
             rollout.truncation_values[t, cut] = agent.get_value(final_obs)
         obs = to_device(next_obs, obs.device).to(obs.dtype)
-        step += num_envs * run.world_size
+        step += num_envs * run.world.world_size
         run.record(step, infos)
     rollout.rewards.copy_(torch.as_tensor(normalizer(rewards, dones)))
     rollout.dones.copy_(torch.as_tensor(dones))

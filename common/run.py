@@ -54,7 +54,6 @@ class Run:
     def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
         self.script, self.device, self.total_steps, self.world = script, device, total_steps, world
-        self.world_size = world.world_size
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.step, state = (resumed.checkpoint["step"], resumed.checkpoint["run"]) if resumed else (0, {})
         self.waiting = []  # episodes of this rank that are not written yet
@@ -87,12 +86,8 @@ class Run:
         self.wandb_run = self.track(settings) if self.args.track else None
         self.files = {}
         for name, columns in CSV_COLUMNS.items():
-            header = f"step,seconds,{columns.replace(' ', ',')}\n"
-            if resumed:
-                self.cut_log(path / name, header)
+            self.cut_log(path / name, f"step,seconds,{columns.replace(' ', ',')}\n")
             self.files[name] = (path / name).open("a", newline="", buffering=1)
-            if self.files[name].tell() == 0:
-                self.files[name].write(header)
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
         self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
         if not resumed:
@@ -107,7 +102,7 @@ class Run:
         if resumed and not isinstance(first.get("resumed"), list):
             print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
             first = {}
-        meta = here | {"ranks": self.world_size, "resumed": []} | first
+        meta = here | {"ranks": self.world.world_size, "resumed": []} | first
         if meta["script_sha256"] != here["script_sha256"]:
             print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
         if resumed:
@@ -133,8 +128,8 @@ class Run:
             print(f"warning: Weights & Biases does not answer, so the run is not tracked: {error}", file=sys.stderr)
 
     def cut_log(self, file: Path, header: str) -> None:
-        """Drop the rows after the checkpoint's step and those that a crash has damaged. Add columns that an older log
-        lacks. Say so if rows are missing."""
+        """Begin a CSV, or drop its rows that are damaged or after the checkpoint's step, and say so if others are
+        missing. Add columns that an older log lacks."""
         old_header, *rows = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else [header]
         kept = []
         for row in rows:
@@ -223,7 +218,7 @@ class Run:
         args, mode = self.args, f" ({self.args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else ""
         line = f"{args.exp_name} on {args.env_id}{mode}, seed {args.seed}, {self.total_steps:,} steps"
         line += f" | {self.device}, {args.precision} | {num_parameters:,} parameters"
-        line += f" | {self.world_size} ranks" if self.world_size > 1 else ""
+        line += f" | {self.world.world_size} ranks" if self.world.world_size > 1 else ""
         line += f" | {self.path}" + (f" | resumed at step {self.step:,}" if self.step else "")
         print(line, flush=True)
 
