@@ -118,7 +118,7 @@ def test_a_fork_of_an_environment_does_not_keep_the_lock(tmp_path):
 
 def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
     header, first, *rows = (stranger / "progress.csv").read_text().splitlines(keepends=True)
-    (stranger / "progress.csv").write_text("".join([header, "\0" * len(first), "\n", *rows]))
+    (stranger / "progress.csv").write_text("".join([header, first.replace(".", "\0"), *rows]))
     (stranger / ".tmp-0").write_text("of a killed process")
     for total in (320, 384):
         resume(stranger, f"--total-timesteps={total}")
@@ -172,12 +172,19 @@ def test_numbers_that_no_network_can_use(stranger, tmp_path, monkeypatch):
 
 
 def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, capsys):
-    """The newest checkpoint is written before it."""
+    """The newest copy is written before it: that of the iteration before."""
+    play, saved = evaluation.HeldOut.play, []
+
+    def spy(*given):
+        saved.append(newest(next(tmp_path.iterdir()))["step"])
+        return play(*given)
+
     gym.register("TestEndless-v0", CountEnv)
     monkeypatch.setattr(evaluation, "LONGEST", 20)
-    path = ppo.main(
-        make_args(tmp_path, env_id="TestEndless-v0", eval_interval=100, eval_episodes=4, checkpoint_interval=1e9)
-    )
+    monkeypatch.setattr(evaluation.HeldOut, "play", spy)
+    args = make_args(tmp_path, env_id="TestEndless-v0", eval_interval=100, eval_episodes=4, checkpoint_interval=1e9)
+    path = ppo.main(args)
+    assert saved == [64, 64, 128, 128]
     assert "warning: 4 of 4 episodes of the evaluation have not ended within 20 steps" in capsys.readouterr().err
     assert {(row["episodes"], row["episodic_return"]) for row in read_csv(path / "eval.csv")} == {("0", "nan")}
 
