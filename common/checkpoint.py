@@ -339,8 +339,11 @@ def read_model(source: Path | str) -> dict[str, Any]:
     content = read_archive(path / "model.pt" if path.is_dir() else path, {"script": str, "args": dict})
     parts = content.get("parts", content)
     agent = parts.get("agent") if isinstance(parts, dict) else None
-    if not isinstance(agent, dict):
+    if not isinstance(agent, dict) or not all(isinstance(value, torch.Tensor) for value in agent.values()):
         raise InputError(f"{source} holds no agent.")
+    for name, value in agent.items():
+        if not value.isfinite().all():
+            raise InputError(f"{source} cannot be used: {name} is NaN or infinite.")
     return content | {"agent": agent}
 
 
@@ -358,9 +361,6 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
     fits = {name: weights[name] for name in same if name.split(".")[0] not in anew}
     if all(name.split(".")[0] in agent.policy_heads + agent.value_heads for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
-    for name, value in fits.items():
-        if not value.isfinite().all():
-            raise InputError(f"--init-from {source}: {name} is NaN or infinite.")
     if missing := ", ".join(name for name in own if name not in fits):
         print(f"note: --init-from {source}: {missing} start anew", file=sys.stderr)
     agent.load_state_dict(own | fits)

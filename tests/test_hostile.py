@@ -167,8 +167,9 @@ def test_numbers_that_no_network_can_use(stranger, tmp_path, monkeypatch):
     model = torch.load(stranger / "model.pt", weights_only=True)
     model["agent"]["encoder.0.weight"][0, 0] = np.nan
     torch.save(model, stranger / "model.pt")
-    with pytest.raises(InputError, match=r"encoder\.0\.weight is NaN or infinite"):
-        ppo.main(make_args(tmp_path / "runs", init_from=str(stranger)))
+    for attempt in (load_agent, lambda path: ppo.main(make_args(tmp_path / "runs", init_from=str(path)))):
+        with pytest.raises(InputError, match=r"encoder\.0\.weight is NaN or infinite"):
+            attempt(stranger)
 
 
 def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, capsys):
