@@ -97,6 +97,10 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
         collect.collect(mine.path, results)
     (job,) = launcher.make_jobs(launcher.Args(scripts=(idea,), env_ids=("MyPole-v0",), seeds=1))
     assert job.settings.env_id == "MyPole-v0"
+    (tmp_path / "poles.py").write_text(f"import gymnasium as gym\n{task.replace('v0', 'v1')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (job,) = launcher.make_jobs(launcher.Args(scripts=(idea,), env_ids=("poles:MyPole-v1",), seeds=1))
+    assert (job.settings.env_id, ":" in job.file(runs, ".log").name) == ("poles:MyPole-v1", False)
     for source, words in {"x = (": r"'\(' was never closed", "x = 3": "no attribute 'Args'"}.items():
         broken = tmp_path / f"broken{len(source)}.py"
         broken.write_text(source)
@@ -133,6 +137,8 @@ def test_protocols(mode, levels, steps):
         ({"seeds": 0}, "--seeds 0 cannot work"),
         ({"protocol": "easy-200"}, "leave them out for CartPole-v1 (--num-levels)"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
+        ({"env_ids": ("none:CartPole-v1",)}, "--env-ids none:CartPole-v1: 'none' cannot be imported: No module named"),
+        ({"env_ids": (":CartPole-v1",)}, "--env-ids :CartPole-v1: '' cannot be imported: Empty module name"),
     ],
 )
 def test_bad_settings(settings, word, tmp_path):
@@ -209,7 +215,8 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     def start_beside_another(*args):  # which comes when the first run has been claimed but not begun
         words = words_of(runs, 256, "--devices", "cpu", "--runs-per-device", "1")
         with fast.Fork(tmp_path, fast.run_launcher, words) as other:
-            assert other.wait() == 0, other.output + other.errors
+            assert other.wait() == 1, other.output + other.errors
+        assert "error: the matrix is not complete (1 elsewhere, 1 done): repeat the command" in other.errors
         assert "2 runs: 1 elsewhere, 1 done" in other.output
         return start(*args)
 
@@ -217,6 +224,37 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     jobs = launcher.main(make_args(runs, seeds=2, runs_per_device=1))
     assert states(jobs) == [("done", 1), ("done", 0)]
     assert seeds_of(run_folders(runs)) == [1, 2]
+
+
+def launch(folder):
+    (job,) = launcher.make_jobs(make_args(folder))
+    file = launcher.claim(job, str(folder), folder / "log")
+    job.algorithm = str(folder / "idle")
+    launcher.start(job, "cpu", make_args(folder), file).wait()
+
+
+def test_a_killed_launcher_leaves_no_run_and_no_lock(tmp_path):
+    """Its run gets SIGTERM, and the processes that this has started keep no other launcher from it."""
+    end = "lambda *_: (open('ended', 'w'), os._exit(0))"
+    idle = f"import os, signal, subprocess, time\nos.chdir({str(tmp_path)!r})\nsignal.signal(signal.SIGTERM, {end})\n"
+    (tmp_path / "idle.py").write_text(idle + "subprocess.Popen(['sleep', '20'])\nopen('begun', 'w')\ntime.sleep(20)\n")
+    with fast.Fork(tmp_path / "fork", launch, tmp_path) as process:
+        process.wait_for((tmp_path / "begun").exists)
+    wait_until((tmp_path / "ended").exists, seconds=10)
+    (job,) = launcher.make_jobs(make_args(tmp_path))
+    assert launcher.claim(job, str(tmp_path), tmp_path / "log")
+
+
+def test_logs_are_plain_files(tmp_path, in_process):
+    args = make_args(tmp_path, seeds=3)
+    link, fifo, _ = [job.file(tmp_path / "logs", ".log") for job in launcher.make_jobs(args)]
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "foreign")
+    os.mkfifo(fifo)
+    jobs = launcher.main(args)
+    assert states(jobs) == [("failed", 0), ("failed", 0), ("done", 1)]
+    assert jobs[0].note == f"{link} cannot be opened (Too many levels of symbolic links)"
+    assert not (tmp_path / "foreign").exists()
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
@@ -245,8 +283,9 @@ def test_the_table(tmp_path):
     console.print(launcher.table([job, other]))
     text = re.sub(r"[^\S\n]*[│┃][^\S\n]*", "|", console.file.getvalue())
     assert "2 runs: 1 running, 1 waiting" in text
-    assert "\n|ppo CartPole-v1 1|running|256|1,000|64|22.50|0:00:12|" in text
-    assert "\n|ppo CartPole-v1 2|waiting|0|1,000|-|-|-|exit code 1: cannot open [/x]|" in text
+    assert "|left|note|" in text
+    assert "\n|ppo CartPole-v1 1|running|256|1,024|64|22.50|0:00:12|" in text  # eight iterations of 128 steps
+    assert "\n|ppo CartPole-v1 2|waiting|0|1,024|-|-|-|exit code 1: cannot open [/x]|" in text
 
 
 def test_slurm_is_not_there_or_refuses(tmp_path, monkeypatch):
