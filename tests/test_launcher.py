@@ -234,8 +234,8 @@ def launch(folder):
 def test_a_killed_launcher_leaves_no_run_and_no_lock(tmp_path):
     """Its run gets SIGTERM, and the processes that this has started keep no other launcher from it."""
     idle = f"import os, signal, subprocess, time\nos.chdir({str(tmp_path)!r})\nsubprocess.Popen(['sleep', '20'])\n"
-    idle += "signal.signal(signal.SIGTERM, lambda *_: exit(open('ended', 'w').close()))\nopen('begun', 'w')\ntime.sleep(20)\n"
-    (tmp_path / "idle.py").write_text(idle)
+    idle += "signal.signal(signal.SIGTERM, lambda *_: exit(open('ended', 'w').close()))\nopen('begun', 'w')\n"
+    (tmp_path / "idle.py").write_text(f"{idle}time.sleep(20)")
     with fast.Fork(tmp_path / "fork", launch, tmp_path) as process:
         process.wait_for((tmp_path / "begun").exists)
     wait_until((tmp_path / "ended").exists, seconds=10)
