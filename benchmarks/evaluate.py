@@ -8,23 +8,24 @@
 
 Every environment plays the same number of episodes, so that short episodes do not count more often than long ones.
 
---export writes TorchScript, a file that runs without this code, in Python or C++. The policy takes a batch of uint8
-frames [B, height, width, channels] or float32 vectors [B, size], and returns the parameters of the action distributions
-as `get_action_dist` makes them, float32 [B, P] (of discrete actions the logits). With an LSTM it takes and returns the
-state [2, B, H], too, which is zero where an episode starts.
+--export writes TorchScript, which runs without this code, in Python or C++. The policy takes uint8 frames [B, height,
+width, channels] or float32 vectors [B, size], and returns the parameters of `get_action_dist`, float32 [B, P] (of
+discrete actions the logits). With an LSTM it also takes and returns the state [2, B, H], zero where an episode starts.
 """
 
-import csv
 import importlib.util
 import io
 import itertools
 import math
+import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
 from common.procgen_env import LAST_LEVEL, ProcgenVectorEnv
 from common.run import LINE_SECONDS, write_atomically
 from common.session import one_line_errors
-from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits
+from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits, flag
 
 MOST_LEVELS = 1_000_000  # of a range
 FIGURES = {
@@ -146,35 +147,33 @@ class Task:
         if agent is not None and one_level:
             self.trained = range(run.start_level, run.start_level + run.num_levels or LAST_LEVEL)
 
-    def play(
-        self, levels: list[int], num_envs: int, quota: int, on_step: Callable = lambda envs: None, render: bool = False
-    ) -> list:
+    def play(self, levels: list[int], num_envs: int, quota: int, draw: Callable | None = None) -> list:
         """The first `quota` episodes of each environment; or those on `levels`, which the environments of a game share.
-        At the start and after each step, `on_step` gets the environments."""
-        envs = Envs(self.make_envs(self.settings, num_envs, self.seed, render))
+        At the start and after each step, `draw` gets the environments."""
+        envs = Envs(self.make_envs(self.settings, num_envs, self.seed, draw is not None))
         held_out, games = HeldOut(envs, self.seed, self.device), len(self.games)
         agent = self.agent or RandomPolicy(envs.unwrapped.action_space, self.seed)
         shares = [levels[env // games :: num_envs // games] or levels for env in range(num_envs)]
         queues = [itertools.cycle(share) for share in shares]
-
         last_shown = time.monotonic()
 
         def after_step(finished: int) -> None:
             nonlocal last_shown
             if time.monotonic() - last_shown > LINE_SECONDS:
                 last_shown = time.monotonic()
-                print(f"{finished}/{num_envs * quota} episodes", file=sys.stderr)
+                print(f"{'film: ' if draw else ''}{finished} of {num_envs * quota} episodes", file=sys.stderr)
             begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
             for env in begun:
                 envs.set_next_level(env, next(queues[env]))
-            on_step(envs)
+            if draw is not None:
+                draw(envs)
 
-        if levels:
-            envs.reset(options={"levels": [next(queue) for queue in queues]})
-        after_step(0)
-        held_out.start = envs.state_dict()
-        played = held_out.play(agent, quota, self.greedy, after_step)
-        envs.close()
+        with closing(envs):
+            if levels:
+                envs.reset(options={"levels": [next(queue) for queue in queues]})
+            after_step(0)
+            held_out.start = envs.state_dict()
+            played = held_out.play(agent, quota, self.greedy, after_step)
         return [each[: len(share)] for each, share in zip(played, shares, strict=True)] if levels else played
 
 
@@ -195,24 +194,20 @@ def film(args: Args, task: Task) -> None:
     mp4 = open_video(content, task.fps) if args.video.suffix == ".mp4" else None
 
     def on_step(envs: Envs) -> None:
-        if next(frames_left, None) is None:
-            return
+        next(frames_left)  # StopIteration ends the play
         picture = tile(envs.render(), columns, args.tile_size)
         if mp4 is None:
             gif.append(Image.fromarray(picture).quantize(64))
         else:
             mp4.write_frame(picture)
 
-    try:
-        args.video.open("ab").close()  # before anything is played
-        task.play(task.levels, columns * rows, 1, on_step, render=True)
-        if mp4 is None:
-            gif[0].save(content, "GIF", save_all=True, append_images=gif[1:], duration=round(1000 / task.fps), loop=0)
-        else:
-            mp4.close()
-        args.video.write_bytes(content.getbuffer())
-    except OSError as error:
-        raise InputError(f"--video {args.video} cannot be written ({error.strerror}).") from error
+    with suppress(StopIteration):
+        task.play(task.levels, columns * rows, 1, on_step)
+    if mp4 is None:
+        gif[0].save(content, "GIF", save_all=True, append_images=gif[1:], duration=round(1000 / task.fps), loop=0)
+    else:
+        mp4.close()
+    write("video", args.video, content.getbuffer())
     print(f"{args.video}: the first episodes of {columns * rows} environments", flush=True)
 
 
@@ -230,14 +225,18 @@ class Policy(nn.Module):
         return params if state is None else (params, next_state)
 
 
-def write_new(name: str, path: Path, content: bytes) -> None:
-    """Write the file that the flag `name` names. Raises InputError if it exists or cannot be written."""
+def write(name: str, path: Path, content: bytes | None = None) -> None:
+    """Write, or see whether it can be written, what setting `name` names. Only a video may replace a file, but no link
+    or FIFO. Raises InputError."""
+    if os.path.lexists(path) and (name != "video" or path.is_symlink() or not path.is_file()):
+        raise InputError(f"{flag(name)} {path} exists: choose another name, or remove it first.")
     try:
-        if path.exists():
-            raise InputError(f"{name} {path} exists: choose another name, or remove it first.")
-        write_atomically(path, content)
+        if content is None:
+            tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name).close()
+        else:
+            write_atomically(path, content)
     except OSError as error:
-        raise InputError(f"{name} {path} cannot be written ({error.strerror}).") from error
+        raise InputError(f"{flag(name)} {path} cannot be written ({error.strerror}).") from error
 
 
 def export(source: Path, out: Path, script: Path | None = None) -> None:
@@ -252,8 +251,7 @@ def export(source: Path, out: Path, script: Path | None = None) -> None:
         inputs.append(torch.randn_like(agent.initial_state(len(obs))))
     policy = Policy(agent).eval()
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of sizes that might be kept: see below
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and might keep sizes: see below
         scripted = torch.jit.freeze(torch.jit.trace(policy, tuple(inputs)))
         for size in (len(obs), 1):  # and another batch than the one that it was traced with
             batch = [inputs[0][:size], *(state[:, :size] for state in inputs[1:])]
@@ -263,7 +261,7 @@ def export(source: Path, out: Path, script: Path | None = None) -> None:
             if not (errors <= TOLERANCE).all():  # nor NaN
                 raise TrainingError(f"the exported policy differs from the agent, by up to {errors.max():.3g}")
     origin = {"script_sha256": read_model(source).get("script_sha256", "")}
-    write_new("--export", out, scripted.save_to_buffer(_extra_files=origin))
+    write("export", out, scripted.save_to_buffer(_extra_files=origin))
     print(f"{out} gives the same as the agent of {source} (within {TOLERANCE}, float32).", flush=True)
 
 
@@ -278,9 +276,9 @@ def check(args: Args) -> None:
         raise InputError("--distribution-mode is for --random-policy: leave it out, as an agent plays in its run's.")
     if args.random_policy and (args.source or args.greedy or args.export or args.video):
         raise InputError("--random-policy plays without an agent: leave out the run, --greedy, --export and --video.")
-    if args.per_level is not None:  # before anything is played
-        write_new("--per-level", args.per_level, b"")
-        args.per_level.unlink()
+    for name in ("per_level", "export", "video"):
+        if (path := getattr(args, name)) is not None:
+            write(name, path)
     if args.video is None:
         return
     if args.video.suffix not in (".mp4", ".gif"):
@@ -307,14 +305,16 @@ def by_level(game: str, episodes: list[Episode], mode: str, trained: range) -> l
 
 
 def gaps(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean over training levels minus mean over held-out levels; the levels are the samples of its standard error."""
+    """Mean over training levels minus mean over held-out levels; the levels are the samples of its standard error. That
+    is NaN where there is one level on a side, or where all are equal."""
     figures = {}
     for name, column in (("gap", "episodic_return"), ("gap in share of levels solved", "level_complete")):
         trained = [row[column] for row in rows if row["training_level"]]
         held_out = [row[column] for row in rows if not row["training_level"]]
         if trained and held_out:
             errors = [stats.sem(means) if len(means) > 1 else math.nan for means in (trained, held_out)]
-            figures |= {name: np.mean(trained) - np.mean(held_out), f"{name}, standard error": math.hypot(*errors)}
+            figures[name] = np.mean(trained) - np.mean(held_out)
+            figures[f"{name}, standard error"] = math.hypot(*errors) or math.nan
     return figures
 
 
@@ -335,7 +335,8 @@ def evaluate(args: Args, task: Task, rows: list[dict[str, Any]]) -> dict[str, fl
         figures |= {f"{game} {name}": value for name, value in (values | gaps(own_rows)).items()}
         rows += own_rows
     for name, value in figures.items():
-        print(f"{name}: {value:.3f}")
+        if not math.isnan(value):  # unknown: a standard error from one episode, say
+            print(f"{name}: {value:.3f}")
     return figures
 
 
@@ -355,9 +356,9 @@ def main(args: Args) -> dict[str, float]:
     for task in tasks if args.episodes > 0 else []:
         figures |= evaluate(args, task, rows)
     if args.per_level is not None:
-        table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows([rows[0].keys(), *(row.values() for row in rows)])
-        write_new("--per-level", args.per_level, table.getvalue().encode())
+        lines = [rows[0].keys(), *(row.values() for row in rows)]
+        table = "".join(",".join(map(str, line)) + "\n" for line in lines)
+        write("per_level", args.per_level, table.encode())
     return figures
 
 

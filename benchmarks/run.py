@@ -7,12 +7,13 @@
 
 What follows `--` goes to the scripts. Each run is `python <algorithm>.py ... --resume auto` in a process of its own,
 which prints to `<runs-dir>/logs/`. A finished run of the same settings in --runs-dir is skipped, an unfinished one goes
-on from its last checkpoint: after Ctrl-C, a crash or a reboot, repeat the command. The table of all runs is kept up to
-date on a terminal, and printed elsewhere whenever a run starts or ends. On Slurm, the matrix is one job array; jobs
-that run out of time save a checkpoint and are queued again.
+on from its last checkpoint: after Ctrl-C, a crash or a reboot, repeat the command. The exit code is 0 once all runs are
+done or submitted. A terminal shows the table of all runs; elsewhere it is printed whenever a run starts or ends. On
+Slurm, the matrix is one job array; jobs that run out of time save a checkpoint and are queued again.
 """
 
 import csv
+import ctypes
 import fcntl
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -39,13 +41,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import InputError
+from common import InputError, TrainingError
 from common.checkpoint import load_script, runs_of
 from common.device import resolve_device
 from common.envs import check_envs, unknown_env
 from common.evaluation import held_out_settings
 from common.procgen_env import PROCGEN_GAMES
-from common.run import ROOT, lock_folder
+from common.run import ROOT, lock_folder, write_atomically
 from common.session import one_line_errors
 from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse
 
@@ -58,11 +60,11 @@ PROTOCOLS = {
     "hard-500": (500, 200_000_000, 1_048_576),
 }
 OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
-LAUNCHER_FLAGS = {
-    "local": ("devices", "runs_per_device", "threads", "attempts"),
-    "slurm": ("slurm_partition", "slurm_gpus", "slurm_cpus", "slurm_minutes", "slurm_at_a_time"),
-}
+LOCAL_FLAGS = ("devices", "runs_per_device", "threads", "attempts")  # of no use on Slurm
+NO_FILE_NAMES = str.maketrans(" /:", "---")
 POLL_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
+PRCTL = ctypes.CDLL(None).prctl
 
 
 @dataclass
@@ -136,7 +138,7 @@ class Job:
     def file(self, logs: Path, suffix: str) -> Path:
         """A file of this run, and of none with other settings, in folder `logs`."""
         digest = hashlib.sha256(shlex.join([self.algorithm, *self.words]).encode()).hexdigest()[:8]
-        return logs / f"{self.name.lstrip('./').replace(' ', '-').replace('/', '-')}-{digest}{suffix}"
+        return logs / f"{self.name.lstrip('./').translate(NO_FILE_NAMES)}-{digest}{suffix}"
 
 
 # --------------------------------------------------------------------------------------------------------- the matrix
@@ -157,10 +159,10 @@ def make_jobs(args: Args) -> list[Job]:
     for word in (*args.extra, f"--{swept}"):
         if word.partition("=")[0].replace("_", "-") in OWN_FLAGS:
             raise InputError(f"{word} cannot be given here: this script gives it to each run.")
-    for launcher, names in LAUNCHER_FLAGS.items():
-        given = [name for name in names if getattr(args, name) != getattr(Args, name)]
-        if given and launcher != args.launcher:
-            raise InputError(f"{flag(given[0])} is for --launcher {launcher}: leave it out.")
+    slurm_flags = [name for name in vars(args) if name.startswith("slurm_")]
+    for name in slurm_flags if args.launcher == "local" else LOCAL_FLAGS:
+        if getattr(args, name) != getattr(Args, name):
+            raise InputError(f"{flag(name)} is not for --launcher {args.launcher}: leave it out.")
     classes = {algorithm: type(default_settings(f"{algorithm}.py")) for algorithm in algorithms}
     for env_id in args.env_ids:
         check_env_id(env_id)  # the scripts may have registered it
@@ -200,21 +202,25 @@ def default_settings(script: str) -> RunArgs:
 
 
 def check_env_id(env_id: str) -> None:
-    """Raise InputError for what is neither a Procgen game (or several) nor a task of Gymnasium's."""
+    """Raise InputError for what is neither Procgen games nor a task of Gymnasium's (`module:Env-v0`, too)."""
     if set(env_id.split(",")) <= set(PROCGEN_GAMES) or env_id.startswith("ALE/"):  # the scripts register these
         return
+    module, _, name = env_id.rpartition(":")
     try:
-        gym.spec(env_id)
+        if ":" in env_id:
+            import_module(module)
+        gym.spec(name)
     except gym.error.Error:
         raise InputError(str(unknown_env(env_id)).replace("--env-id", "--env-ids")) from None
+    except Exception as error:  # of the module
+        raise InputError(f"--env-ids {env_id}: {module!r} cannot be imported: {error}.") from error
 
 
 def look(job: Job, runs_dir: str) -> None:
     """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
     found = []
     for precision in ("fp32", "bf16") if job.settings.precision == "auto" else (job.settings.precision,):
-        settings = replace(job.settings, runs_dir=runs_dir, precision=precision)
-        found += runs_of(settings, f"{job.algorithm}.py")
+        found += runs_of(replace(job.settings, runs_dir=runs_dir, precision=precision), f"{job.algorithm}.py")
     finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
     if job.state in ("waiting", "elsewhere") and (finished or used):
         job.state = "done" if finished else "elsewhere"
@@ -236,10 +242,11 @@ def table(jobs: list[Job]) -> Table:
     """All runs: how far they are, how fast, what they return, and how long they still need."""
     title = ", ".join(f"{count} {state}" for state, count in Counter(job.state for job in jobs).items())
     numbers = [Column(name, justify="right") for name in ("steps", "of", "SPS", "return", "left")]
-    shown = Table("run", "state", *numbers, "", title=f"{len(jobs)} runs: {title}")
+    shown = Table("run", "state", *numbers, "note", title=f"{len(jobs)} runs: {title}")
     for job in jobs:
         row = last_row(job.path / "progress.csv") if job.path else None
         total = job.settings.total_timesteps
+        total += -total % job.settings.iteration_steps  # of whole iterations
         cells = ["0", f"{total:,}", "-", "-", "-"]
         if row:
             step, seconds, last_return = row
@@ -252,14 +259,10 @@ def table(jobs: list[Job]) -> Table:
 
 def last_row(path: Path) -> tuple[int, float, float] | None:
     """Steps, seconds and mean return of 100 episodes from the last whole row of a progress.csv, if there is one."""
-    try:
-        with path.open(newline="", errors="replace") as file:
-            rows = deque(csv.DictReader(file), maxlen=2)
-    except (OSError, csv.Error):
-        return None
-    for row in reversed(rows):  # the last may be half written
-        with suppress(KeyError, TypeError, ValueError):
-            return int(row["step"]), float(row["seconds"]), float(row["last_100_return"])
+    with suppress(OSError, csv.Error), path.open(newline="", errors="replace") as file:
+        for row in reversed(deque(csv.DictReader(file), maxlen=2)):  # the last may be half written
+            with suppress(KeyError, TypeError, ValueError):
+                return int(row["step"]), float(row["seconds"]), float(row["last_100_return"])
     return None
 
 
@@ -268,9 +271,8 @@ def last_row(path: Path) -> tuple[int, float, float] | None:
 
 def places(args: Args) -> list[str]:
     """The device of each of the runs that go on at a time. Raises InputError for one that is not there."""
-    devices = args.devices
-    if devices == ("auto",):
-        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    devices = (gpus or ["cpu"]) if args.devices == ("auto",) else args.devices
     found = []
     for device in devices:
         resolve_device(device)
@@ -282,15 +284,20 @@ def places(args: Args) -> list[str]:
 def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
     """Lock a job that still waits, until the file returned is closed; None, and another state, where it does not.
     Another process like this one may have started or finished it meanwhile."""
-    file = log.open("a")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = os.fdopen(os.open(log, flags, 0o666), "a")
+    except OSError as error:  # for example a link, or a FIFO that nobody reads
+        job.state, job.note = "failed", f"{log} cannot be opened ({error.strerror})"
+        return None
+    try:
+        # A record lock: the run does not inherit it, and closing any handle of the file in this process ends it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         job.state = "elsewhere"
     except OSError as error:  # a file system without locks
         print(f"note: {log} cannot be locked ({error.strerror}): see that no other process makes it", file=sys.stderr)
-    if job.state == "waiting":
-        look(job, runs_dir)
+    look(job, runs_dir)
     if job.state == "waiting":
         return file
     file.close()
@@ -304,8 +311,9 @@ def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
     file.flush()
     streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-    # in a session of its own: Ctrl-C is for this process, which tells the runs
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, start_new_session=True, **streams)
+    # In a session of its own: Ctrl-C is for this process, which tells the runs. When it is killed, the kernel does.
+    own = {"start_new_session": True, "preexec_fn": lambda: PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)}
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, **own, **streams)
 
 
 def end(job: Job, code: int, args: Args, log: Path) -> None:
@@ -319,7 +327,7 @@ def end(job: Job, code: int, args: Args, log: Path) -> None:
 
 def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
     """Run the jobs that wait, and show all of them; on a signal, stop all runs, which save a checkpoint."""
-    free, running, changed = places(args), [], True  # running: (job, process, device, its log, locked)
+    free, running, shown = places(args), [], None  # running: (job, process, device, its log, locked)
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         try:
             while True:
@@ -329,25 +337,22 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                     free.append(device)
                     file.close()
                     look(job, args.runs_dir)  # a short run's folder may be new since the last time
-                    end(job, process.returncode, args, Path(file.name))
-                    changed = True
+                    end(job, process.returncode, args, job.file(logs, ".log"))
                 for job in jobs:
                     if job.state == "waiting" and free:
                         file = claim(job, args.runs_dir, job.file(logs, ".log"))
                         if file is not None:
                             device = free.pop(0)
                             running.append((job, start(job, device, args, file), device, file))
-                        changed = True
-                for job in jobs:
                     if job.state in ("running", "elsewhere"):
                         look(job, args.runs_dir)
+                before, shown = shown, [(job.state, job.attempts) for job in jobs]
                 if console.is_terminal:
                     live.update(table(jobs), refresh=True)
-                elif changed:
+                elif shown != before:
                     console.print(table(jobs))
                 if not running:
                     return
-                changed = False
                 time.sleep(POLL_SECONDS)
         finally:
             for _, process, *_ in running:
@@ -366,8 +371,7 @@ class SlurmRun:
 
     def __call__(self, command: list[str]) -> None:
         self.process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
-        code = self.process.wait()
-        if code:
+        if code := self.process.wait():
             raise RuntimeError(f"exit code {code}")
 
     def checkpoint(self, command: list[str]) -> Any:
@@ -389,11 +393,11 @@ def submit(jobs: list[Job], args: Args, logs: Path) -> None:
         raise InputError("--launcher slurm needs submitit: pip install submitit.") from None
     try:
         executor = submitit.SlurmExecutor(folder=logs, max_num_timeout=10_000)
-        wanted = {"time": args.slurm_minutes, "cpus_per_task": args.slurm_cpus}
-        wanted |= {"gpus_per_node": args.slurm_gpus} if args.slurm_gpus else {}
-        wanted |= {"partition": args.slurm_partition} if args.slurm_partition else {}
+        wanted = {"gpus_per_node": args.slurm_gpus, "partition": args.slurm_partition}
+        wanted = {name: value for name, value in wanted.items() if value}
+        wanted |= {"time": args.slurm_minutes, "cpus_per_task": args.slurm_cpus}
         executor.update_parameters(job_name="procgen", array_parallelism=args.slurm_at_a_time, **wanted)
-        for job in [job for job in jobs if job.state == "waiting" and job.file(logs, ".slurm").exists()]:
+        for job in [job for job in jobs if job.state == "waiting" and job.file(logs, ".slurm").is_file()]:
             number = job.file(logs, ".slurm").read_text()  # of an earlier call
             queue = subprocess.run(["squeue", "--noheader", f"--jobs={number}"], capture_output=True, text=True)
             if queue.stdout.strip():
@@ -405,10 +409,7 @@ def submit(jobs: list[Job], args: Args, logs: Path) -> None:
         raise InputError(f"--launcher slurm: {str(error).strip().splitlines()[-1]}") from error
     for job, its in zip(waiting, submitted, strict=True):
         job.state, job.note = "submitted", f"Slurm job {its.job_id}, {its.paths.stderr}"
-        job.file(logs, ".slurm").write_text(its.job_id)
-
-
-# --------------------------------------------------------------------------------------------------------------- main
+        write_atomically(job.file(logs, ".slurm"), its.job_id.encode())
 
 
 def main(args: Args) -> list[Job]:
@@ -440,6 +441,8 @@ if __name__ == "__main__":
         os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the runs: where common/ is
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)
-        jobs = main(replace(tyro.cli(Args, args=words[:split]), extra=tuple(words[split + 1 :])))
-        if any(job.state == "failed" for job in jobs):
-            sys.exit(1)
+        args = replace(tyro.cli(Args, args=words[:split]), extra=tuple(words[split + 1 :]))
+        states = Counter(job.state for job in main(args))
+        if not args.dry_run and not states.keys() <= {"done", "submitted"}:
+            counts = ", ".join(f"{count} {state}" for state, count in states.items())
+            raise TrainingError(f"the matrix is not complete ({counts}): repeat the command to go on.")

@@ -1,6 +1,7 @@
 """benchmarks/evaluate.py: figures and videos of an agent or a random policy, and the policy in a file of its own."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "9 episodes" in output  # three of each environment
     assert "TestCount-v0 IQM: 5.000" in output
+    assert "nan" not in output
 
 
 @pytest.mark.usefixtures("small_networks")
@@ -127,12 +129,14 @@ def test_gap_between_training_and_held_out_levels(bossfight, tmp_path, monkeypat
         share: 3 / 4 - 5 / 6, f"{share}, standard error": (1 / 8 / 2 + 1 / 12 / 3) ** 0.5,
     })  # fmt: skip
     rows = [{"training_level": n, "episodic_return": 7.0 * n, "level_complete": 0.0} for n in (0, 1)]
-    assert list(evaluate.gaps(rows).values()) == pytest.approx([7, np.nan, 0, np.nan], nan_ok=True)
+    for levels in (rows, rows * 2):  # one a side, and equal ones, tell no standard error
+        assert list(evaluate.gaps(levels).values()) == pytest.approx([7, np.nan, 0, np.nan], nan_ok=True)
     assert evaluate.gaps(rows[1:]) == {}
 
 
-def test_a_gif(bossfight, tmp_path, monkeypatch):
-    """Environments fill the grid row by row; levels by number fill it from the first."""
+def test_a_gif(bossfight, tmp_path, monkeypatch, capsys):
+    """Environments fill the grid row by row; levels by number fill it from the first. No step is made after it."""
+    monkeypatch.setattr(evaluate, "LINE_SECONDS", -1)
     path, first, play = tmp_path / "out.gif", [], HeldOut.play
     monkeypatch.setattr(HeldOut, "play", lambda self, *args: first.append(level_seeds(self.envs)) or play(self, *args))
     args = evaluate.Args(bossfight, episodes=0, levels="17,19-20", device="cpu", video=path, video_grid=(2, 2))
@@ -141,6 +145,7 @@ def test_a_gif(bossfight, tmp_path, monkeypatch):
     with Image.open(path) as gif:
         assert (gif.n_frames, gif.size) == (8, (80, 80))
     assert first == [[17, 19, 20, 17]]
+    assert capsys.readouterr().err.count("film: ") == 8 + 1
     frames = [np.full((8, 8, 3), 40 * n, np.uint8) for n in range(6)]
     assert evaluate.tile(frames, columns=3, size=4)[::4, ::4, 0].tolist() == [[0, 40, 80], [120, 160, 200]]
 
@@ -240,11 +245,14 @@ for folder in sys.argv[1:]:
 
 def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monkeypatch):
     model, out = train(ppo, tmp_path / "runs", "CartPole-v1") / "model.pt", tmp_path / "policy.pt"
-    content = model.read_bytes()
-    for name in ("export", "per_level"):
-        words = f"^{flag(name)} {model} exists: choose another name, or remove it first.$"
+    content, link, fifo = model.read_bytes(), tmp_path / "link.gif", tmp_path / "fifo.gif"
+    link.symlink_to(tmp_path / "nothing")
+    os.mkfifo(fifo)
+    old = [("export", model), ("per_level", model), *itertools.product(("export", "per_level", "video"), (link, fifo))]
+    for name, path in old:
+        words = f"^{flag(name)} {path} exists: choose another name, or remove it first.$"
         with pytest.raises(InputError, match=words):
-            evaluate.main(evaluate.Args(model, **{name: model}))
+            evaluate.main(evaluate.Args(model, **{name: path}))
     assert model.read_bytes() == content
     trace, (agent, *_) = torch.jit.trace, load_agent(model)
     for change, error in ((1e-3, r"0\.001"), (torch.nan, "nan")):

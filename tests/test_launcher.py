@@ -95,8 +95,11 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     assert collect.collect(own.path, results) == results / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
     with pytest.raises(InputError, match="has other settings"):
         collect.collect(mine.path, results)
-    (job,) = launcher.make_jobs(launcher.Args(scripts=(idea,), env_ids=("MyPole-v0",), seeds=1))
-    assert job.settings.env_id == "MyPole-v0"
+    (tmp_path / "poles.py").write_text(f"import gymnasium as gym\n{task.replace('v0', 'v1')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    jobs = launcher.make_jobs(launcher.Args(scripts=(idea,), env_ids=("MyPole-v0", "poles:MyPole-v1"), seeds=1))
+    assert [job.settings.env_id for job in jobs] == ["MyPole-v0", "poles:MyPole-v1"]
+    assert ":" not in jobs[1].file(runs, ".log").name
     for source, words in {"x = (": r"'\(' was never closed", "x = 3": "no attribute 'Args'"}.items():
         broken = tmp_path / f"broken{len(source)}.py"
         broken.write_text(source)
@@ -133,6 +136,7 @@ def test_protocols(mode, levels, steps):
         ({"seeds": 0}, "--seeds 0 cannot work"),
         ({"protocol": "easy-200"}, "leave them out for CartPole-v1 (--num-levels)"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
+        ({"env_ids": ("none:CartPole-v1",)}, "--env-ids none:CartPole-v1: 'none' cannot be imported: No module named"),
     ],
 )
 def test_bad_settings(settings, word, tmp_path):
@@ -209,7 +213,8 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     def start_beside_another(*args):  # which comes when the first run has been claimed but not begun
         words = words_of(runs, 256, "--devices", "cpu", "--runs-per-device", "1")
         with fast.Fork(tmp_path, fast.run_launcher, words) as other:
-            assert other.wait() == 0, other.output + other.errors
+            assert other.wait() == 1, other.output + other.errors
+        assert "error: the matrix is not complete (1 elsewhere, 1 done): repeat the command" in other.errors
         assert "2 runs: 1 elsewhere, 1 done" in other.output
         return start(*args)
 
@@ -219,9 +224,30 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     assert seeds_of(run_folders(runs)) == [1, 2]
 
 
-@pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (-9, 3)])
-def test_failures(code, attempts, tmp_path, monkeypatch):
-    """Of three runs, the second fails whenever it is started. Bad input (code 2) is not tried again."""
+def launch(folder):
+    (job,) = launcher.make_jobs(make_args(folder))
+    file = launcher.claim(job, str(folder), folder / "log")
+    job.algorithm = str(folder / "idle")
+    launcher.start(job, "cpu", make_args(folder), file).wait()
+
+
+def test_a_killed_launcher_leaves_no_run_and_no_lock(tmp_path):
+    """Its run gets SIGTERM, and the processes that this has started keep no other launcher from it."""
+    idle = f"import os, signal, subprocess, time\nos.chdir({str(tmp_path)!r})\nsubprocess.Popen(['sleep', '20'])\n"
+    idle += "signal.signal(signal.SIGTERM, lambda *_: exit(open('ended', 'w').close()))\nopen('begun', 'w')\n"
+    (tmp_path / "idle.py").write_text(f"{idle}time.sleep(20)")
+    with fast.Fork(tmp_path / "fork", launch, tmp_path) as process:
+        process.wait_for((tmp_path / "begun").exists)
+    wait_until((tmp_path / "ended").exists, seconds=10)
+    (job,) = launcher.make_jobs(make_args(tmp_path))
+    assert launcher.claim(job, str(tmp_path), tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts", "spoil"), [(1, 3, Path.mkdir), (2, 1, os.mkfifo), (-9, 3, lambda log: log.symlink_to("other"))]
+)
+def test_failures(code, attempts, spoil, tmp_path, monkeypatch):
+    """Of four runs, the second always fails: on bad input (code 2) only once. The last one's log is no plain file."""
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
 
     def start(job, device, args, file):
@@ -230,8 +256,13 @@ def test_failures(code, attempts, tmp_path, monkeypatch):
         return SimpleNamespace(poll=lambda: 0, returncode=code if job.settings.seed == 2 else 0)
 
     monkeypatch.setattr(launcher, "start", start)
-    jobs = launcher.main(make_args(tmp_path, seeds=3, attempts=3))
-    assert states(jobs) == [("done", 1), ("failed", attempts), ("done", 1)]
+    args = make_args(tmp_path, seeds=4, attempts=3)
+    log = launcher.make_jobs(args)[3].file(tmp_path / "logs", ".log")
+    log.parent.mkdir()
+    spoil(log)
+    jobs = launcher.main(args)
+    assert states(jobs) == [("done", 1), ("failed", attempts), ("done", 1), ("failed", 0)]
+    assert jobs[3].note.startswith(f"{log} cannot be opened (")
     assert f"exit code {code}: last line" in jobs[1].note
 
 
@@ -245,8 +276,9 @@ def test_the_table(tmp_path):
     console.print(launcher.table([job, other]))
     text = re.sub(r"[^\S\n]*[│┃][^\S\n]*", "|", console.file.getvalue())
     assert "2 runs: 1 running, 1 waiting" in text
-    assert "\n|ppo CartPole-v1 1|running|256|1,000|64|22.50|0:00:12|" in text
-    assert "\n|ppo CartPole-v1 2|waiting|0|1,000|-|-|-|exit code 1: cannot open [/x]|" in text
+    assert "|left|note|" in text
+    assert "\n|ppo CartPole-v1 1|running|256|1,024|64|22.50|0:00:12|" in text  # eight iterations of 128 steps
+    assert "\n|ppo CartPole-v1 2|waiting|0|1,024|-|-|-|exit code 1: cannot open [/x]|" in text
 
 
 def test_slurm_is_not_there_or_refuses(tmp_path, monkeypatch):
