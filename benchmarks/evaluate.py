@@ -64,6 +64,8 @@ class Args:
     """run folder, model or checkpoint"""
     script: Path | None = None
     """script to build the agent with, such as the copy in a run folder; None: the one in this tree that made it"""
+    env_id: str | None = None
+    """the run's task, to be named here if it is of a module (module:Name), whose code is then run"""
     random_policy: tuple[str, ...] = ()
     """games, or other tasks, to play with random actions in place of an agent"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
@@ -239,9 +241,9 @@ def write(name: str, path: Path, content: bytes | None = None) -> None:
         raise InputError(f"{flag(name)} {path} cannot be written ({error.strerror}).") from error
 
 
-def export(source: Path, out: Path, script: Path | None = None) -> None:
+def export(source: Path, out: Path, script: Path | None = None, env_id: str | None = None) -> None:
     """Write the policy of a run folder, model or checkpoint. Raises InputError, and TrainingError if it differs."""
-    agent, args, make_envs = load_agent(source, script=script)
+    agent, args, make_envs = load_agent(source, script=script, env_id=env_id)
     agent.bf16 = False
     envs = Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))
     obs = torch.as_tensor(envs.reset(seed=1)[0])
@@ -274,8 +276,9 @@ def check(args: Args) -> None:
         raise InputError("--episodes 0 leaves nothing to do: use a number above 0, or --export or --video alone.")
     if args.source is not None and args.distribution_mode is not None:
         raise InputError("--distribution-mode is for --random-policy: leave it out, as an agent plays in its run's.")
-    if args.random_policy and (args.source or args.greedy or args.export or args.video):
-        raise InputError("--random-policy plays without an agent: leave out the run, --greedy, --export and --video.")
+    if args.random_policy and any((args.source, args.greedy, args.export, args.video, args.script, args.env_id)):
+        given = "--greedy, --export, --video, --script and --env-id"
+        raise InputError(f"--random-policy plays without an agent: leave out the run, {given}.")
     for name in ("per_level", "export", "video"):
         if (path := getattr(args, name)) is not None:
             write(name, path)
@@ -347,9 +350,9 @@ def main(args: Args) -> dict[str, float]:
     setup_device(device, seed=args.seed)
     tasks = [Task(args, None, EnvArgs(env_id=name, distribution_mode=mode), make_vec) for name in args.random_policy]
     if args.source is not None:
-        tasks.append(Task(args, *load_agent(args.source, device, args.script)))
+        tasks.append(Task(args, *load_agent(args.source, device, args.script, args.env_id)))
     if args.export is not None:
-        export(args.source, args.export, args.script)
+        export(args.source, args.export, args.script, args.env_id)
     if args.video is not None:
         film(args, tasks[0])
     figures, rows = {}, []
