@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import TrainingError
 from common.checkpoint import load_script, newest_checkpoint
 from common.run import CSV_COLUMNS
-from common.settings import flag
+from common.settings import flag, read_json
 from gpu_check import do
 
 SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of PPG
@@ -70,6 +70,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
         words += [*extra, "--runs-dir"]
         python(log, script, *words, folder / "whole")
         (whole,) = (folder / "whole").iterdir()
+        task = ["--env-id", read_json(whole / "args.json")["env_id"]]  # which may be of a module
     if broken:
         return broken
     with promise("killed and resumed", broken) as said:
@@ -80,13 +81,13 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
 
         python(log, script, *words, folder / "killed", kill_when=late)
         (killed,) = (folder / "killed").iterdir()
-        exact = "new episodes begin" not in python(log, script, "--resume", killed)
+        exact = "new episodes begin" not in python(log, script, "--resume", killed, *task)
         said.append("the same run" if exact else "not exact: the environments have no state")
         mine, theirs = contents(killed), contents(whole)
         if exact and (different := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]):
             raise TrainingError(f"not as in an undisturbed run (does open_run get all that learns?): {different}")
     with promise("loaded, evaluated and exported", broken):
-        evaluate = [here.with_name("evaluate.py"), whole, "--export", folder / "policy.pt"]
+        evaluate = [here.with_name("evaluate.py"), whole, "--script", script, *task, "--export", folder / "policy.pt"]
         python(log, *evaluate, "--episodes", 2, "--num-envs", 2)
     with promise("two ranks with the same networks", broken):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]

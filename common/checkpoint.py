@@ -201,9 +201,7 @@ class Checkpoints:
         try:
             self.write()
         except OSError as error:
-            print(
-                f"warning: no checkpoint at step {self.run.step:,} ({error.strerror}); the run goes on", file=sys.stderr
-            )
+            print(f"warning: no checkpoint at step {self.run.step:,} ({error.strerror})", file=sys.stderr)
 
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""
@@ -233,6 +231,7 @@ class Checkpoints:
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
         words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
         words += ["--track"] if run.args.track else []
+        words += ["--env-id", run.args.env_id] if ":" in run.args.env_id else []  # what a file names is not imported
         advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"
         if isinstance(error, KeyboardInterrupt) and self.world.rank == 0:
             print(*unwritten, advice, sep="\n", file=sys.stderr)
