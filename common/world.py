@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import InputError, TrainingError
 
@@ -62,8 +62,6 @@ class World:
 
     def on_rank_zero(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank zero. All ranks get its result, or raise its error."""
-        if not self.several:
-            return function()
         try:
             result = function() if self.rank == 0 else None
         except (InputError, TrainingError, OSError) as error:
@@ -126,10 +124,8 @@ class World:
         if not self.several:
             return
         gradients = [x.grad for network in self.networks for x in network.parameters() if x.grad is not None]
-        joined = self.all_reduce(parameters_to_vector(gradients)) / self.world_size
-        means = joined.split([gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        total = self.all_reduce(parameters_to_vector(gradients))
+        vector_to_parameters(total / self.world_size, gradients)
         for network in self.networks:
             for buffer in network.buffers():  # as in PyTorch's DDP: statistics of batch normalisation are rank zero's
                 connected(dist.broadcast, buffer, src=0)
