@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
+from functools import partial
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
@@ -295,11 +296,10 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
     for parent in args_class.__mro__:
         own = [name for name in defaults if origin[name] is parent]
         if own:
-            shown = []
-            for name, value in defaults.items():
-                hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
-                shown.append((name, hint, field(default_factory=lambda value=value: value)))
+            others = [(name, tyro.conf.Fixed[hints[name]]) for name in defaults if name not in own]
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
-            section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
-            sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
+            namespace = {"own": own, "__doc__": ""}
+            section = make_dataclass(title, others, bases=(args_class,), namespace=namespace, kw_only=True)
+            default = field(default_factory=partial(section, **defaults))
+            sections.append((title, tyro.conf.OmitArgPrefixes[section], default))
     return make_dataclass("Args", sections)
