@@ -261,9 +261,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it, else as `--resume RUN_DIR`, `--preset` or the defaults."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
-    early.add_argument("--resume")
-    early.add_argument("--preset")
-    early.add_argument("--env-id")
+    for name in ("--resume", "--preset", "--env-id"):
+        early.add_argument(name)
     known, _ = early.parse_known_args(words)
     args = args_class()
     if known.resume not in (None, "None", "auto"):
@@ -280,8 +279,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
     description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
-    sections = command_line(args_class, vars(args))
-    found = tyro.cli(sections, args=words, description=description, config=(tyro.conf.SuppressFixed,))
+    config = tyro.conf.SuppressFixed, tyro.conf.OmitArgPrefixes
+    found = tyro.cli(command_line(args_class, vars(args)), args=words, description=description, config=config)
     for section in vars(found).values():
         args = replace(args, **{name: getattr(section, name) for name in section.own})
     return args
@@ -300,6 +299,5 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
             namespace = {"own": own, "__doc__": ""}
             section = make_dataclass(title, others, bases=(args_class,), namespace=namespace, kw_only=True)
-            default = field(default_factory=partial(section, **defaults))
-            sections.append((title, tyro.conf.OmitArgPrefixes[section], default))
+            sections.append((title, section, field(default_factory=partial(section, **defaults))))
     return make_dataclass("Args", sections)
