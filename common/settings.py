@@ -243,17 +243,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a Python file is the repository's, by its path from the root: it lies in the top folder, where nothing
-    lands that comes with a model or a run folder. Such code alone is run because a file names it."""
+    """Whether a script is the repository's, by its path from the root: it lies in the top folder, where nothing lands
+    that comes with a model or a run folder. Such a script alone is run because a file names it."""
     path = Path(os.path.abspath(ROOT / name))
     return path.parent == ROOT.absolute() and path.is_file()
 
 
 def check_own_module(source: str, env_id: str, given: str | None) -> None:
-    """Raise InputError for a task "module:name" of a run or model `source` whose module is not the repository's, unless
-    the user has `given` it: Gymnasium would import it."""
+    """Raise InputError for a task "module:name" of a run or model `source`, unless the user has `given` it: Gymnasium
+    would import it."""
     module, found, _ = env_id.partition(":")
-    if found and env_id != given and not is_own(f"{module}.py"):
+    if found and env_id != given:
         raise InputError(f"{source} plays {env_id!r}, which imports {module}: add --env-id {env_id}, if you trust it.")
 
 
