@@ -17,8 +17,6 @@ from common.run import Run, describe, mean
 
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
-
-
 LONGEST = 27_000  # steps of an episode, as in Atari's games; Procgen's longest has 6,000
 
 
