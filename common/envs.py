@@ -6,7 +6,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -208,18 +207,15 @@ def check_finite(name: str, values: np.ndarray) -> None:
 
 def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
     """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
+    name = f"ale_py:{env_id}" if env_id.startswith("ALE/") else env_id  # the module to import for these tasks
     drawn = {"render_mode": "rgb_array"} if capture_video else {}  # not every task knows the argument
-    failures = (gym.error.Error, ImportError) + ((TypeError, AssertionError) if capture_video else ())
-    same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     try:
-        if env_id.startswith("ALE/"):
-            gym.register_envs(import_module("ale_py"))
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=same_step, **drawn)
+        envs = gym.make_vec(name, num_envs, "sync", {"autoreset_mode": AutoresetMode.SAME_STEP}, **drawn)
         if capture_video:  # a package for drawing that is not there shows in the first frame only
             envs.reset()
             envs.render()
         return envs
-    except failures as error:
+    except (gym.error.Error, ImportError, TypeError, AssertionError) as error:
         if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
             raise unknown_env(env_id) from None
         raise InputError(f"--env-id {env_id} cannot be made{' for a video' if drawn else ''}: {error}") from error
