@@ -199,10 +199,9 @@ class Envs(RecordEpisodeStatistics):
 
 def check_finite(name: str, values: np.ndarray) -> None:
     """Raise TrainingError for numbers that are NaN or infinite as float32, which the networks compute in."""
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            if not np.isfinite(values.astype(np.float32, copy=False)).all():
-                raise TrainingError(f"{name} of the environments is NaN or infinite")
+    largest = np.finfo(np.float32).max
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and not (np.abs(values) <= largest).all():
+        raise TrainingError(f"{name} of the environments is NaN or infinite")
 
 
 def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
