@@ -30,7 +30,6 @@ class World:
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
         if not self.several:
             return
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         hosts = os.environ["GROUP_WORLD_SIZE"]
         self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
         self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
@@ -39,7 +38,7 @@ class World:
     def connect(self) -> None:
         """Meet the other ranks. torchrun keeps its store when it restarts them, and with it the addresses of dead ranks
         (https://github.com/pytorch/pytorch/issues/135712). Hence each start has keys of its own."""
-        store, *_ = next(dist.rendezvous("env://"))
+        store, self.rank, self.world_size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
