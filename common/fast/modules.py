@@ -110,7 +110,8 @@ class FastBlock(nn.Module):
         if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self.written).keys() == PLAIN:
             convs, width = self.convolutions(), inputs[0].shape[1]
             if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
-                return ResidualBlockFunction.apply(inputs[0], *filters(convs))
+                first, second = convs
+                return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
         return self.written.forward(*inputs, **named)
 
 
@@ -153,10 +154,6 @@ def known(module: nn.Module) -> bool:
     shapes = [x.shape for x in own["_parameters"].values() if x is not None and x.dtype == torch.float32]
     size = own.get("out_channels", 0)
     return kind is not nn.Conv2d or (shapes == [(size, module.in_channels, 3, 3), (size,)] and size % 16 == 0)
-
-
-def filters(convs: list[nn.Module]) -> list[Tensor]:
-    return [x for conv in convs for x in (conv.weight, conv.bias)]
 
 
 # ------------------------------------------------------------------------------------------------------------- trials
