@@ -5,7 +5,6 @@ import difflib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -236,7 +235,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     if not set(games) <= set(PROCGEN_GAMES):
         if len(games) > 1:
             raise unknown_env(args.env_id)
-        names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
+        names = ["distribution_mode", "num_levels", "start_level", *vars(ProcgenArgs())]
         other = ", ".join(flag(name) for name in names if getattr(args, name) != getattr(EnvArgs, name))
         if other:
             raise InputError(f"Flags are for Procgen: leave them out for {args.env_id} ({other}).")

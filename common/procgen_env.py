@@ -4,7 +4,6 @@ import ctypes
 import importlib.util
 import os
 import struct
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class ProcgenVectorEnv(VectorEnv):
             levels = dict(zip(PROCGEN_MODES[mode], EXPLORATION_LEVELS, strict=True))[self.games[0]], 1
             mode = "hard"
         self.levels = (levels[0], sum(levels)) if levels[1] else (0, LAST_LEVEL)  # the first, and the first beyond
-        self.options = {each.name: getattr(args, each.name) for each in fields(ProcgenArgs)}
+        self.options = {name: getattr(args, name) for name in vars(ProcgenArgs())}
         self.options |= {"distribution_mode": MODE_NUMBERS[mode], "debug_mode": 0}
         threads = args.num_threads
         if threads is None:
