@@ -28,16 +28,15 @@ class World:
         self.rank, self.world_size, self.launcher = 0, 1, "python"
         self.device, self.networks = device, []
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
-        if not self.several:
-            return
-        hosts = os.environ["GROUP_WORLD_SIZE"]
-        self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
-        self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        connected(self.connect)
+        if self.several:
+            connected(self.connect)
 
     def connect(self) -> None:
         """Meet the other ranks. torchrun keeps its store when it restarts them, and with it the addresses of dead ranks
         (https://github.com/pytorch/pytorch/issues/135712). Hence each start has keys of its own."""
+        hosts = os.environ["GROUP_WORLD_SIZE"]
+        self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
+        self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
         store, self.rank, self.world_size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         if self.device.type == "cuda":
