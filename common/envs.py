@@ -96,15 +96,15 @@ class FrameStack(VectorWrapper):
 
 class Envs(RecordEpisodeStatistics):
     """Environments as the scripts use them: `envs`, which reset in the same step, with episode statistics and a state.
-
     Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]; stacks of images
     [size, height, width, channels] become images of more channels. Actions are int64 [num_envs] for `Discrete`, and
     [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds here and nowhere else.
     `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions; `pinned` keeps them in one buffer of pinned memory, which each step overwrites. `video`
-    films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise.
-    README.md says what environments and wrappers with memory need to be resumed."""
+    films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise;
+    `reset` and `step` raise TrainingError for NaN and infinity. README.md says what environments and wrappers with
+    memory need to be resumed."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -156,13 +156,11 @@ class Envs(RecordEpisodeStatistics):
         return self.obs
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Raises TrainingError, as `step` does, for an observation that is NaN or infinite."""
         obs, infos = super().reset(seed=seed, options=options)
         check_finite("an observation", obs)
         return self.keep(self.merge(obs)), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """Raises TrainingError for an observation or a reward that is NaN or infinite."""
         obs, rewards, terminations, truncations, infos = super().step(actions)
         check_finite("an observation", obs)
         check_finite("a reward", rewards)

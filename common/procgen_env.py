@@ -145,7 +145,6 @@ class ProcgenVectorEnv(VectorEnv):
     def set_next_level(self, env: int, level: int | None) -> None:
         """Choose the level of the next episode of environment number `env`, and of all that follow, by its seed; None
         for levels as the environment was made with. The episode that is under way goes on.
-
         This changes two numbers in the environment's state: the first level that may be drawn, and the first beyond.
         Raises InputError for a seed that no level has, and where the state is not laid out as Procgen 0.10 does."""
         first, beyond = self.levels if level is None else (int(level), int(level) + 1)
