@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
-from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
+from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics
 
 from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
@@ -113,8 +113,6 @@ class Envs(RecordEpisodeStatistics):
         envs = self.video or envs
         if isinstance(envs.single_action_space, gym.spaces.Box):
             envs = ClipAction(envs)
-        elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
-            envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
         super().__init__(envs)
         chain = [envs]  # the layers are those that have a state
         while isinstance(chain[-1], VectorWrapper):
@@ -161,6 +159,7 @@ class Envs(RecordEpisodeStatistics):
         return self.keep(self.merge(obs)), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
         obs, rewards, terminations, truncations, infos = super().step(actions)
         check_finite("an observation", obs)
         check_finite("a reward", rewards)
