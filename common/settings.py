@@ -250,8 +250,7 @@ def is_own(name: str) -> bool:
 
 
 def check_own_module(source: str, env_id: str, given: str | None) -> None:
-    """Raise InputError for a task "module:name" of a run or model `source`, unless the user has `given` it: Gymnasium
-    would import it."""
+    """Raise InputError for a task "module:name" of a file that the user has not `given`: Gymnasium imports modules."""
     module, found, _ = env_id.partition(":")
     if found and env_id != given:
         raise InputError(f"{source} plays {env_id!r}, which imports {module}: add --env-id {env_id}, if you trust it.")

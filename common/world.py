@@ -21,8 +21,7 @@ PER_HOST = {"runs_dir", "resume", "init_from", "num_threads", "device"}  # setti
 
 
 class World:
-    """One process, or a rank among several; the methods are those of torch.distributed, and do nothing for one process.
-    `launcher` starts the command that repeats a run."""
+    """One process, or a rank among several of torch.distributed. `launcher` starts the command that repeats a run."""
 
     def __init__(self, device: torch.device):
         self.rank, self.world_size, self.launcher = 0, 1, "python"
