@@ -103,7 +103,7 @@ class Envs(RecordEpisodeStatistics):
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions; `pinned` keeps them in one buffer of pinned memory, which each step overwrites. `video`
     films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise;
-    `reset` and `step` raise TrainingError for NaN and infinity. README.md says what memory needs to be resumed."""
+    `reset` and `step` raise TrainingError for NaN and infinity. README.md tells what a resume needs."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:

@@ -20,8 +20,7 @@ PROCGEN_GAMES = [
     *("heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
 ]
 MAX_THREADS = 8  # 64 environments step in a third of a millisecond: more threads only wait for each other
-# The C++ code aborts the whole process on any other pair of game and mode.
-PROCGEN_MODES = {
+PROCGEN_MODES = {  # the C++ code aborts the whole process on any other pair of game and mode
     "easy": PROCGEN_GAMES,
     "hard": PROCGEN_GAMES,
     "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
@@ -32,8 +31,7 @@ MODE_NUMBERS = {"easy": 0, "hard": 1, "extreme": 2, "memory": 10}
 EXPLORATION_LEVELS = [1259048185, 1561126160, 1949448038, 876640971, 1434825276, 1318677581, 158988835, 1123500215]
 LAST_LEVEL = 2**31 - 1  # the first that is no level
 STATE_SIZE = 2**20  # bytes: the largest state
-# The order of the options in a state, after its version and the game's name.
-STATE_OPTIONS = [
+STATE_OPTIONS = [  # in the order of a state, after its version and the game's name
     *("paint_vel_info", "use_generated_assets", "use_monochrome_assets", "restrict_themes", "use_backgrounds"),
     *("center_agent", "debug_mode", "distribution_mode", "use_sequential_levels"),
 ]

@@ -193,8 +193,7 @@ def pair_agrees(conv: nn.Conv2d, pool: nn.MaxPool2d) -> bool:
 
 
 def trial_of(module: nn.Module) -> tuple[nn.Module, Tensor]:
-    """A copy on the CPU with random weights, as zeros, for example, would hide what the module computes. And frames
-    for it, with zeros, negative and large numbers."""
+    """A copy on the CPU with random weights, as zeros would hide much, and frames with zeros and large numbers."""
     generator = torch.Generator().manual_seed(0)
     trial = copy.deepcopy(module).cpu().requires_grad_()
     for parameter in trial.parameters():
