@@ -240,9 +240,8 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     lacking = ", ".join(game for game in games if game not in known)
     last, no_limit = args.start_level + args.num_levels, args.start_level and not args.num_levels
     black = args.use_generated_assets and args.use_backgrounds
-    shared = f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}."
     for wrong, message in [
-        (num_envs % len(games), shared),
+        (num_envs % len(games), f"--num-envs {num_envs} cannot be shared by games: use a multiple of {len(games)}."),
         (lacking, f"{lacking} has no {args.distribution_mode} mode: {mode} works with {', '.join(known)}."),
         (fixed and len(games) > 1, f"{mode} plays a single game: choose one of {', '.join(games)}."),
         (fixed and last, f"{mode} is one fixed level: leave {levels} and {start} out."),
