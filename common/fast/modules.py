@@ -233,8 +233,7 @@ def near(fast: nn.Module, trial: nn.Module, frames: Tensor, requires_grad: bool)
 
 
 def with_nan(frames: Tensor) -> Tensor:
-    """These frames, with NaN in a pixel of the first. It is in the second channel, if there is one: PyTorch's bfloat16
-    convolution of three channels spreads one in the first to pixels that are not its neighbours."""
+    """These frames, with NaN in a pixel of the first."""
     frames = frames.clone()
     frames[0, 0, 2, 3] = float("nan")
     return frames
