@@ -5,8 +5,6 @@ import difflib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
-from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics, TransformAction
+from gymnasium.wrappers.vector import ClipAction, RecordEpisodeStatistics
 
 from common import InputError, TrainingError
 from common.procgen_env import PROCGEN_GAMES, PROCGEN_MODES, ProcgenVectorEnv
@@ -98,15 +96,14 @@ class FrameStack(VectorWrapper):
 
 class Envs(RecordEpisodeStatistics):
     """Environments as the scripts use them: `envs`, which reset in the same step, with episode statistics and a state.
-
     Observations are uint8 images [num_envs, height, width, channels] or vectors [num_envs, size]; stacks of images
     [size, height, width, channels] become images of more channels. Actions are int64 [num_envs] for `Discrete`, and
     [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds here and nowhere else.
     `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions; `pinned` keeps them in one buffer of pinned memory, which each step overwrites. `video`
-    films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise.
-    README.md says what environments and wrappers with memory need to be resumed."""
+    films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise;
+    `reset` and `step` raise TrainingError for NaN and infinity. README.md tells what a resume needs."""
 
     def __init__(self, envs: VectorEnv, pinned: bool = False, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -115,8 +112,6 @@ class Envs(RecordEpisodeStatistics):
         envs = self.video or envs
         if isinstance(envs.single_action_space, gym.spaces.Box):
             envs = ClipAction(envs)
-        elif isinstance(envs.single_action_space, gym.spaces.MultiBinary):
-            envs = TransformAction(envs, lambda actions: actions.astype(envs.single_action_space.dtype))
         super().__init__(envs)
         chain = [envs]  # the layers are those that have a state
         while isinstance(chain[-1], VectorWrapper):
@@ -158,13 +153,12 @@ class Envs(RecordEpisodeStatistics):
         return self.obs
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Raises TrainingError, as `step` does, for an observation that is NaN or infinite."""
         obs, infos = super().reset(seed=seed, options=options)
         check_finite("an observation", obs)
         return self.keep(self.merge(obs)), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """Raises TrainingError for an observation or a reward that is NaN or infinite."""
+        actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
         obs, rewards, terminations, truncations, infos = super().step(actions)
         check_finite("an observation", obs)
         check_finite("a reward", rewards)
@@ -200,26 +194,22 @@ class Envs(RecordEpisodeStatistics):
 
 def check_finite(name: str, values: np.ndarray) -> None:
     """Raise TrainingError for numbers that are NaN or infinite as float32, which the networks compute in."""
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            if not np.isfinite(values.astype(np.float32, copy=False)).all():
-                raise TrainingError(f"{name} of the environments is NaN or infinite")
+    largest = np.finfo(np.float32).max
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and not (np.abs(values) <= largest).all():
+        raise TrainingError(f"{name} of the environments is NaN or infinite")
 
 
 def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
     """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
+    name = f"ale_py:{env_id}" if env_id.startswith("ALE/") else env_id  # the module to import for these tasks
     drawn = {"render_mode": "rgb_array"} if capture_video else {}  # not every task knows the argument
-    failures = (gym.error.Error, ImportError) + ((TypeError, AssertionError) if capture_video else ())
-    same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     try:
-        if env_id.startswith("ALE/"):
-            gym.register_envs(import_module("ale_py"))
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=same_step, **drawn)
+        envs = gym.make_vec(name, num_envs, "sync", {"autoreset_mode": AutoresetMode.SAME_STEP}, **drawn)
         if capture_video:  # a package for drawing that is not there shows in the first frame only
             envs.reset()
             envs.render()
         return envs
-    except failures as error:
+    except (gym.error.Error, ImportError, TypeError, AssertionError) as error:
         if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
             raise unknown_env(env_id) from None
         raise InputError(f"--env-id {env_id} cannot be made{' for a video' if drawn else ''}: {error}") from error
@@ -241,7 +231,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     if not set(games) <= set(PROCGEN_GAMES):
         if len(games) > 1:
             raise unknown_env(args.env_id)
-        names = ["distribution_mode", "num_levels", "start_level", *(each.name for each in fields(ProcgenArgs))]
+        names = ["distribution_mode", "num_levels", "start_level", *vars(ProcgenArgs())]
         other = ", ".join(flag(name) for name in names if getattr(args, name) != getattr(EnvArgs, name))
         if other:
             raise InputError(f"Flags are for Procgen: leave them out for {args.env_id} ({other}).")
@@ -250,9 +240,8 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     lacking = ", ".join(game for game in games if game not in known)
     last, no_limit = args.start_level + args.num_levels, args.start_level and not args.num_levels
     black = args.use_generated_assets and args.use_backgrounds
-    shared = f"--num-envs {num_envs} cannot be shared by the games: use a multiple of {len(games)}."
     for wrong, message in [
-        (num_envs % len(games), shared),
+        (num_envs % len(games), f"--num-envs {num_envs} cannot be shared by games: use a multiple of {len(games)}."),
         (lacking, f"{lacking} has no {args.distribution_mode} mode: {mode} works with {', '.join(known)}."),
         (fixed and len(games) > 1, f"{mode} plays a single game: choose one of {', '.join(games)}."),
         (fixed and last, f"{mode} is one fixed level: leave {levels} and {start} out."),

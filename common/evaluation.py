@@ -17,8 +17,6 @@ from common.run import Run, describe, mean
 
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
-
-
 LONGEST = 27_000  # steps of an episode, as in Atari's games; Procgen's longest has 6,000
 
 
@@ -52,8 +50,8 @@ class HeldOut:
             self.envs.load_state_dict(self.start)
         agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
         state, drawing = None, DrawingFrom(torch.Generator(self.device).manual_seed(self.seed))
-        episodes = [[] for _ in range(self.envs.num_envs)]
-        while self.pending(episodes, quota):
+        episodes, playing = [[] for _ in range(self.envs.num_envs)], True
+        while playing:
             obs = torch.as_tensor(self.envs.obs, device=self.device)
             dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
             with drawing:
@@ -64,16 +62,13 @@ class HeldOut:
             for episode in finished_episodes(infos):
                 episodes[episode.env].append(episode)
             on_step(sum(min(len(each), quota) for each in episodes))
+            lengths = self.envs.episode_lengths  # of the episodes under way, which may never end
+            playing = any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, lengths, strict=True))
         played = [each[:quota] for each in episodes]
         if lacking := quota * len(played) - sum(map(len, played)):
             words = f"{lacking} of {quota * len(played)} episodes of the evaluation have not ended"
             print(f"warning: {words} within {LONGEST:,} steps: they do not count", file=sys.stderr)
         return played
-
-    def pending(self, episodes: list[list[Episode]], quota: int) -> bool:
-        """Whether an environment still plays one of its first `quota` episodes, and not for ever."""
-        lengths = self.envs.episode_lengths
-        return any(len(each) < quota and length <= LONGEST for each, length in zip(episodes, lengths, strict=True))
 
 
 def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int, int]:

@@ -1,5 +1,4 @@
 """Intrinsic rewards for PPO and PPG: random network distillation (RND) and the intrinsic curiosity module (ICM).
-
 Intrinsic returns continue across the ends of episodes (Burda et al. 2018, section 2.3). Deviations from the papers:
 1. The value function has a network of its own, so that the agent is the same in any run. RND adds a head to the agent.
 2. A rollout updates the observation statistics before they normalise it, and all channels count. RND takes grey frames

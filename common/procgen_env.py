@@ -4,7 +4,6 @@ import ctypes
 import importlib.util
 import os
 import struct
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ PROCGEN_GAMES = [
     *("heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
 ]
 MAX_THREADS = 8  # 64 environments step in a third of a millisecond: more threads only wait for each other
-# The C++ code aborts the whole process on any other pair of game and mode.
-PROCGEN_MODES = {
+PROCGEN_MODES = {  # the C++ code aborts the whole process on any other pair of game and mode
     "easy": PROCGEN_GAMES,
     "hard": PROCGEN_GAMES,
     "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
@@ -33,8 +31,7 @@ MODE_NUMBERS = {"easy": 0, "hard": 1, "extreme": 2, "memory": 10}
 EXPLORATION_LEVELS = [1259048185, 1561126160, 1949448038, 876640971, 1434825276, 1318677581, 158988835, 1123500215]
 LAST_LEVEL = 2**31 - 1  # the first that is no level
 STATE_SIZE = 2**20  # bytes: the largest state
-# The order of the options in a state, after its version and the game's name.
-STATE_OPTIONS = [
+STATE_OPTIONS = [  # in the order of a state, after its version and the game's name
     *("paint_vel_info", "use_generated_assets", "use_monochrome_assets", "restrict_themes", "use_backgrounds"),
     *("center_agent", "debug_mode", "distribution_mode", "use_sequential_levels"),
 ]
@@ -62,7 +59,7 @@ class ProcgenVectorEnv(VectorEnv):
             levels = dict(zip(PROCGEN_MODES[mode], EXPLORATION_LEVELS, strict=True))[self.games[0]], 1
             mode = "hard"
         self.levels = (levels[0], sum(levels)) if levels[1] else (0, LAST_LEVEL)  # the first, and the first beyond
-        self.options = {each.name: getattr(args, each.name) for each in fields(ProcgenArgs)}
+        self.options = {name: getattr(args, name) for name in vars(ProcgenArgs())}
         self.options |= {"distribution_mode": MODE_NUMBERS[mode], "debug_mode": 0}
         threads = args.num_threads
         if threads is None:
@@ -146,7 +143,6 @@ class ProcgenVectorEnv(VectorEnv):
     def set_next_level(self, env: int, level: int | None) -> None:
         """Choose the level of the next episode of environment number `env`, and of all that follow, by its seed; None
         for levels as the environment was made with. The episode that is under way goes on.
-
         This changes two numbers in the environment's state: the first level that may be drawn, and the first beyond.
         Raises InputError for a seed that no level has, and where the state is not laid out as Procgen 0.10 does."""
         first, beyond = self.levels if level is None else (int(level), int(level) + 1)

@@ -18,9 +18,7 @@ class RewardNormalizer:
     The return R_t = r_t + gamma R_(t-1) restarts with each episode. A rollout enters the statistics before it is scaled
     (as in OpenAI's code of PPG). Centring could change which policy is best. `World.moments` joins the ranks."""
 
-    def __init__(
-        self, num_envs: int, gamma: float, norm_reward: str = "return", moments: Any = None, clip: float = 10.0
-    ):
+    def __init__(self, num_envs: int, gamma: float, norm_reward: str = "return", moments: Any = None, clip: float = 10):
         self.gamma, self.norm_reward, self.clip = gamma, norm_reward, clip
         self.moments = moments or (lambda x: (x.size, x.mean(), x.var()))
         self.returns = np.zeros(num_envs)  # R_(t-1); 0 where an episode has just ended

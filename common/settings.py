@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from enum import Enum
+from functools import partial
 from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
@@ -242,17 +243,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a Python file is the repository's, by its path from the root: it lies in the top folder, where nothing
-    lands that comes with a model or a run folder. Such code alone is run because a file names it."""
+    """Whether a script is the repository's, by its path from the root: it lies in the top folder, where nothing lands
+    that comes with a model or a run folder. Such a script alone is run because a file names it."""
     path = Path(os.path.abspath(ROOT / name))
     return path.parent == ROOT.absolute() and path.is_file()
 
 
 def check_own_module(source: str, env_id: str, given: str | None) -> None:
-    """Raise InputError for a task "module:name" of a run or model `source` whose module is not the repository's, unless
-    the user has `given` it: Gymnasium would import it."""
+    """Raise InputError for a task "module:name" of a file that the user has not `given`: Gymnasium imports modules."""
     module, found, _ = env_id.partition(":")
-    if found and env_id != given and not is_own(f"{module}.py"):
+    if found and env_id != given:
         raise InputError(f"{source} plays {env_id!r}, which imports {module}: add --env-id {env_id}, if you trust it.")
 
 
@@ -260,9 +260,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it, else as `--resume RUN_DIR`, `--preset` or the defaults."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
-    early.add_argument("--resume")
-    early.add_argument("--preset")
-    early.add_argument("--env-id")
+    for name in ("--resume", "--preset", "--env-id"):
+        early.add_argument(name)
     known, _ = early.parse_known_args(words)
     args = args_class()
     if known.resume not in (None, "None", "auto"):
@@ -279,8 +278,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
     description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
-    sections = command_line(args_class, vars(args))
-    found = tyro.cli(sections, args=words, description=description, config=(tyro.conf.SuppressFixed,))
+    config = tyro.conf.SuppressFixed, tyro.conf.OmitArgPrefixes
+    found = tyro.cli(command_line(args_class, vars(args)), args=words, description=description, config=config)
     for section in vars(found).values():
         args = replace(args, **{name: getattr(section, name) for name in section.own})
     return args
@@ -295,11 +294,9 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
     for parent in args_class.__mro__:
         own = [name for name in defaults if origin[name] is parent]
         if own:
-            shown = []
-            for name, value in defaults.items():
-                hint = hints[name] if name in own else tyro.conf.Fixed[hints[name]]
-                shown.append((name, hint, field(default_factory=lambda value=value: value)))
+            others = [(name, tyro.conf.Fixed[hints[name]]) for name in defaults if name not in own]
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
-            section = make_dataclass(title, shown, bases=(args_class,), namespace={"own": own, "__doc__": ""})
-            sections.append((title, tyro.conf.OmitArgPrefixes[section], field(default_factory=section)))
+            namespace = {"own": own, "__doc__": ""}
+            section = make_dataclass(title, others, bases=(args_class,), namespace=namespace, kw_only=True)
+            sections.append((title, section, field(default_factory=partial(section, **defaults))))
     return make_dataclass("Args", sections)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import InputError, TrainingError
 
@@ -21,25 +21,22 @@ PER_HOST = {"runs_dir", "resume", "init_from", "num_threads", "device"}  # setti
 
 
 class World:
-    """One process, or a rank among several; the methods are those of torch.distributed, and do nothing for one process.
-    `launcher` starts the command that repeats a run."""
+    """One process, or a rank among several of torch.distributed. `launcher` starts the command that repeats a run."""
 
     def __init__(self, device: torch.device):
         self.rank, self.world_size, self.launcher = 0, 1, "python"
         self.device, self.networks = device, []
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
-        if not self.several:
-            return
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        hosts = os.environ["GROUP_WORLD_SIZE"]
-        self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
-        self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-        connected(self.connect)
+        if self.several:
+            connected(self.connect)
 
     def connect(self) -> None:
         """Meet the other ranks. torchrun keeps its store when it restarts them, and with it the addresses of dead ranks
         (https://github.com/pytorch/pytorch/issues/135712). Hence each start has keys of its own."""
-        store, *_ = next(dist.rendezvous("env://"))
+        hosts = os.environ["GROUP_WORLD_SIZE"]
+        self.launcher = "torchrun" + (f" --nnodes {hosts}" if hosts != "1" else "")
+        self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        store, self.rank, self.world_size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -62,8 +59,6 @@ class World:
 
     def on_rank_zero(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank zero. All ranks get its result, or raise its error."""
-        if not self.several:
-            return function()
         try:
             result = function() if self.rank == 0 else None
         except (InputError, TrainingError, OSError) as error:
@@ -126,10 +121,8 @@ class World:
         if not self.several:
             return
         gradients = [x.grad for network in self.networks for x in network.parameters() if x.grad is not None]
-        joined = self.all_reduce(parameters_to_vector(gradients)) / self.world_size
-        means = joined.split([gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        total = self.all_reduce(parameters_to_vector(gradients))
+        vector_to_parameters(total / self.world_size, gradients)
         for network in self.networks:
             for buffer in network.buffers():  # as in PyTorch's DDP: statistics of batch normalisation are rank zero's
                 connected(dist.broadcast, buffer, src=0)

@@ -16,10 +16,8 @@ from common.fast.modules import replace_modules
 def accelerate(agent: nn.Module, mode: str) -> None:
     """Make an agent faster, in place. Call this once, before any threads; a second call changes nothing.
     - "eager": on a CPU our kernels run the encoders. A note on stderr names the convolutions that they cannot run.
-    - "cudagraphs": on a GPU they do so in bfloat16. Acting and the encoders' two passes, hundreds of short kernels, are
-      recorded and replayed.
-    - "compile": torch.compile compiles the encoders. Where it cannot, PyTorch says so and runs them as they are. On a
-      GPU acting is recorded, too.
+    - "cudagraphs": on a GPU they do so in bfloat16. Acting and the encoders' two passes are recorded and replayed.
+    - "compile": torch.compile compiles the encoders that it can. On a GPU acting is recorded, too.
     - "auto": "cudagraphs" on a GPU, else "eager"."""
     devices = {parameter.device.type for parameter in agent.parameters()}
     if devices == {"cpu"}:

@@ -131,9 +131,8 @@ class Recording:
 def with_aliases(
     method: Callable[[nn.Module, Tensor], Tensor], encoder: nn.Module
 ) -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter], list[Tensor]]:
-    """`agent.encode` of observations with other tensors, on the same memory, in place of the agent's parameters that
-    have gradients; these; and the others. So a recording touches neither hooks of the parameters nor what is left of
-    earlier passes in autograd's graph, which PyTorch forbids."""
+    """`agent.encode` with aliases, on the same memory, in place of the agent's parameters that have gradients; these
+    parameters; the aliases. So a recording meets no hooks and no graph of earlier passes, which PyTorch forbids."""
     holder = nn.Module()
     holder.agent, holder.forward = method.__self__, lambda obs: method(encoder, obs)
     parameters = {name: x for name, x in holder.named_parameters() if x.requires_grad}
@@ -164,8 +163,7 @@ class Playback(torch.autograd.Function):
 
 
 def rehearse(call: Callable[[], Any], module: nn.Module, stream: torch.cuda.Stream) -> Any:
-    """Call three times before a recording, so that kernels are compiled, chosen and loaded; return the last result. The
-    module's buffers, of batch normalisation, say, stay as they were."""
+    """Call three times before a recording, to load all kernels; return the last result. Buffers stay as they were."""
     buffers = [(x, x.clone()) for x in module.buffers()]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

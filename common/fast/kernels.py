@@ -27,9 +27,8 @@ OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 
 @functools.cache
 def build() -> ctypes.CDLL | None:
-    """The kernels, which `$CXX` or else `c++` compiles for this processor in seconds; None, and a note on stderr,
-    where that fails. The user's cache folder keeps them for later runs. Call this before there are threads: two that
-    come at the same time would both compile."""
+    """The kernels, which `$CXX` or else `c++` compiles for this processor in seconds and the user's cache folder keeps;
+    None, and a note on stderr, where that fails. Call this before there are threads: two would both compile."""
     compiler, source = os.environ.get("CXX", "").split() or ["c++"], Path(__file__).with_suffix(".cpp")
     try:
         kept = kept_library(compiler, OPTIONS, source)
@@ -99,8 +98,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 def write_library(path: Path, library: bytes) -> None:
-    """Write a library and its hash, as loading a part of a library can kill the process. Several processes may do so
-    at once: each moves a whole file into place."""
+    """Move a whole library and its hash into place, as loading a part of a library can kill the process."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         temporary = Path(folder, "kernels.so")
         temporary.touch(mode=0o600)  # private under any umask
@@ -128,9 +126,8 @@ def say_slower(error: Exception) -> None:
 
 
 def suits(x: Tensor) -> bool:
-    """Whether kernels may take the place of PyTorch's modules for frames `x`: bfloat16, as autocast has it, or on a CPU
-    float32, [B, C, H, W] in channels-last layout. Not while PyTorch compiles, traces or transforms the code, nor with
-    hooks for all modules."""
+    """Whether kernels may run for frames `x` [B, C, H, W]: in channels-last layout, bfloat16, as autocast has it, or on
+    a CPU float32. Not while PyTorch compiles, traces or transforms the code, nor with hooks for all modules."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return False
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
