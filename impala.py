@@ -52,16 +52,13 @@ from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer, RMSprop
 
 from common.checkpoint import Kept
-from common.device import to_device
+from common.device import World, to_device
 from common.envs import Envs, Episode, finished_episodes, make_vec
 from common.fast import accelerate
-from common.learning import backward, mean_metrics, micro_batches
-from common.networks import PolicyHead, action_dist, init_layer
-from common.reward_scale import RewardNormalizer
+from common.learning import PolicyHead, RewardNormalizer, action_dist, backward, init_layer, mean_metrics, micro_batches
 from common.run import Run, require_finite
 from common.session import Session, run_script
 from common.settings import EnvArgs, Fraction, NetworkArgs, NotNegative, Positive, RunArgs
-from common.world import World
 
 
 @dataclass

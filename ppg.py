@@ -44,16 +44,13 @@ from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer
 
 from common.checkpoint import ReplayedPhase
-from common.device import frame_store, to_device
+from common.device import World, frame_store, to_device
 from common.envs import Envs, make_vec
 from common.fast import accelerate
-from common.learning import backward, mean_metrics
-from common.networks import PolicyHead, action_dist, init_layer, policy_kl
-from common.reward_scale import RewardNormalizer
+from common.learning import PolicyHead, RewardNormalizer, action_dist, backward, init_layer, mean_metrics, policy_kl
 from common.run import Run, require_finite
 from common.session import Session, run_script
 from common.settings import EnvArgs, Fraction, InitFn, IntrinsicArgs, NetworkArgs, NotNegative, Positive, RunArgs
-from common.world import World
 
 
 @dataclass

@@ -41,16 +41,13 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim import Adam, Optimizer
 
-from common.device import to_device
+from common.device import World, to_device
 from common.envs import Envs, make_vec
 from common.fast import accelerate
-from common.learning import backward, mean_metrics
-from common.networks import PolicyHead, action_dist, init_layer
-from common.reward_scale import RewardNormalizer
+from common.learning import PolicyHead, RewardNormalizer, action_dist, backward, init_layer, mean_metrics
 from common.run import Run
 from common.session import Session, run_script
 from common.settings import EnvArgs, Fraction, IntrinsicArgs, NetworkArgs, NotNegative, Positive, RunArgs
-from common.world import World
 
 
 @dataclass

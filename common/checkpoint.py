@@ -22,11 +22,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from common import InputError, TrainingError
+from common.device import World
 from common.envs import Envs
 from common.fast import accelerate
 from common.run import Run, lock_folder, require_finite, sha256, write_atomically
 from common.settings import ROOT, check_limits, check_own_module, flag, from_json, is_own, read_json, to_json
-from common.world import World
 
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
@@ -317,6 +317,8 @@ def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
         there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
         other = f"to start a new run from its weights, use --init-from {path}."
         raise InputError(f"--resume {path}: a resumed run cannot change {', '.join(there)}; {other}")
+    if getattr(args, "anneal_lr", False) and (was := settings["total_timesteps"]) != args.total_timesteps:
+        print(f"note: --anneal-lr now ends at {args.total_timesteps:,} steps, not at {was:,}", file=sys.stderr)
     return Resumed(path, lock, checkpoint)
 
 

@@ -101,11 +101,11 @@ class Envs(RecordEpisodeStatistics):
     [num_envs, size] for `MultiBinary` and for `Box`, which is clipped to its bounds here and nowhere else.
     `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
-    those that await actions; `pinned` keeps them in one buffer of pinned memory, which each step overwrites. `video`
-    films environment 0 once `envs.video.folder` is set. Raises InputError for environments that reset otherwise;
-    `reset` and `step` raise TrainingError for NaN and infinity. README.md tells what a resume needs."""
+    those that await actions. `video` films environment 0 once `envs.video.folder` is set. Raises InputError for
+    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN and infinity. README.md tells what
+    a resume needs."""
 
-    def __init__(self, envs: VectorEnv, pinned: bool = False, video: bool = False):
+    def __init__(self, envs: VectorEnv, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
             raise InputError(f"{envs} does not reset in the same step: give it AutoresetMode.SAME_STEP.")
         self.video = RecordFirstEnv(envs) if video else None
@@ -124,7 +124,6 @@ class Envs(RecordEpisodeStatistics):
             size, height, width, channels = space.shape
             self.single_observation_space = gym.spaces.Box(0, 255, (height, width, size * channels), np.uint8)
             self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
-        self.pinned = pinned and isinstance(space, gym.spaces.Box)
         self.obs = None
 
     @property
@@ -142,20 +141,11 @@ class Envs(RecordEpisodeStatistics):
             return obs
         return np.moveaxis(obs, -4, -2).reshape(*obs.shape[:-4], *self.single_observation_space.shape)
 
-    def keep(self, obs: np.ndarray) -> np.ndarray:
-        """Make these observations those that await actions, in pinned memory if the environments keep them there."""
-        if not self.pinned:
-            self.obs = obs
-        elif self.obs is None:
-            self.obs = torch.as_tensor(obs).pin_memory().numpy()
-        else:
-            self.obs[:] = obs
-        return self.obs
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         obs, infos = super().reset(seed=seed, options=options)
         check_finite("an observation", obs)
-        return self.keep(self.merge(obs)), infos
+        self.obs = self.merge(obs)
+        return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
@@ -165,7 +155,8 @@ class Envs(RecordEpisodeStatistics):
         for env in np.flatnonzero(infos.get("_final_obs", ())):
             infos["final_obs"][env] = self.merge(infos["final_obs"][env])
             check_finite("a last observation", infos["final_obs"][env])
-        return self.keep(self.merge(obs)), rewards, terminations, truncations, infos
+        self.obs = self.merge(obs)
+        return self.obs, rewards, terminations, truncations, infos
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each environment: of its layers and, if it can be put back, its observation and statistics."""
@@ -187,7 +178,7 @@ class Envs(RecordEpisodeStatistics):
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
             self.reset()  # without a seed: other episodes than the run began with
             return
-        self.keep(np.stack([state["obs"].numpy() for state in states]))
+        self.obs = np.stack([state["obs"].numpy() for state in states])
         self.episode_returns[:] = [state["return"] for state in states]
         self.episode_lengths[:] = [state["length"] for state in states]
 
@@ -205,14 +196,15 @@ def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv
     drawn = {"render_mode": "rgb_array"} if capture_video else {}  # not every task knows the argument
     try:
         envs = gym.make_vec(name, num_envs, "sync", {"autoreset_mode": AutoresetMode.SAME_STEP}, **drawn)
+        envs.reset()  # here a task may fail that could be made
         if capture_video:  # a package for drawing that is not there shows in the first frame only
-            envs.reset()
             envs.render()
         return envs
-    except (gym.error.Error, ImportError, TypeError, AssertionError) as error:
+    except Exception as error:  # of any kind, by the task's own code
         if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
             raise unknown_env(env_id) from None
-        raise InputError(f"--env-id {env_id} cannot be made{' for a video' if drawn else ''}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"--env-id {env_id} cannot be made{' for a video' if drawn else ''}: {reason}") from error
 
 
 def unknown_env(env_id: str) -> InputError:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from gymnasium.spaces import Box, Discrete, MultiBinary
 from torch import Tensor, nn
 
-from common.learning import mean_metrics, micro_batches
-from common.reward_scale import RewardNormalizer, merge_moments
+from common.learning import RewardNormalizer, mean_metrics, merge_moments, micro_batches
 
 CLIP_OBS = 5.0  # standard deviations
 CHUNK = 1024  # observations per forward pass without gradients; bounds its memory

@@ -19,14 +19,13 @@ from torch import nn
 
 from common import InputError, TrainingError
 from common.checkpoint import Checkpoints, RandomStates, find_run, load_parts, load_weights
-from common.device import resolve_device, resolve_precision, setup_device
+from common.device import World, resolve_device, resolve_precision, setup_device
 from common.envs import Envs, spread_seed
 from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
 from common.procgen_env import PROCGEN_GAMES
 from common.run import ROOT, Run
 from common.settings import HOST_MEMORY, differs_from_preset, parse
-from common.world import World
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
 OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
@@ -51,10 +50,6 @@ class Session:
         self.script = os.path.relpath(script, ROOT)
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
-        if self.resumed and getattr(args, "anneal_lr", False):
-            was = self.resumed.checkpoint["args"]["total_timesteps"]
-            if was != args.total_timesteps:
-                print(f"note: --anneal-lr now ends at {args.total_timesteps:,} steps, not at {was:,}", file=sys.stderr)
         setup_device(self.device, self.seed, args.torch_deterministic)
         if world.rank == 0 and (others := differs_from_preset(args)):
             print(f"note: --preset {args.preset} with other values of {', '.join(others)}", file=sys.stderr)
@@ -69,17 +64,12 @@ class Session:
         args, num_envs = self.args, num_envs or self.args.num_envs
         video = args.capture_video and number == 0
         render = video and args.env_id.split(",")[0] not in PROCGEN_GAMES  # whose observations are filmed
+        envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
+        envs = Envs(envs, video=video)
+        self.envs.append(envs)
+        self.exits.callback(envs.close)
         first = number * num_envs
-        try:
-            envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
-            envs = Envs(envs, pinned=self.device.type == "cuda", video=video)
-            self.envs.append(envs)
-            self.exits.callback(envs.close)
-            envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
-        except (InputError, TrainingError, MemoryError):
-            raise
-        except Exception as error:  # a task's own code may raise any
-            raise InputError(f"--env-id {args.env_id} cannot be started: {error!r}") from error
+        envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
         if len(envs.single_observation_space.shape or ()) == 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # MLPs gain nothing from a second one, and wait for it on a busy machine
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs

@@ -21,9 +21,9 @@ import torch
 import fast
 import test_learning
 from common.checkpoint import Checkpoints
-from common.reward_scale import RewardNormalizer
+from common.device import World
+from common.learning import RewardNormalizer
 from common.session import one_line_errors
-from common.world import World
 from fast import SCRIPTS, Fork
 
 T, N = 6, 8  # steps and environments of both ranks

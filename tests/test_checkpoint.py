@@ -33,7 +33,7 @@ import ppo
 from common import InputError, TrainingError
 from common.checkpoint import load_agent, load_script, newest_checkpoint, runs_of
 from common.device import resolve_precision
-from common.reward_scale import RewardNormalizer
+from common.learning import RewardNormalizer
 from common.run import ROOT, Run, command
 from common.settings import parse
 from conftest import SpoiltEnv

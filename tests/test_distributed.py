@@ -15,8 +15,8 @@ import fast
 import ppo
 import ranks
 from common import InputError
-from common.reward_scale import RewardNormalizer
-from common.world import World
+from common.device import World
+from common.learning import RewardNormalizer
 from helpers import newest, parameters, read_csv, read_json, resumed_at
 from ranks import Ranks
 from test_checkpoint import check_same_run

@@ -211,7 +211,7 @@ def test_an_environment_that_fails_at_once(tmp_path):
             raise KeyError("no asset")
 
     gym.register("TestBroken-v0", Broken)
-    with pytest.raises(InputError, match=r"^--env-id TestBroken-v0 cannot be started: KeyError\('no asset'\)$"):
+    with pytest.raises(InputError, match=r"^--env-id TestBroken-v0 cannot be made: KeyError: 'no asset'$"):
         ppo.main(make_args(tmp_path, env_id="TestBroken-v0"))
     assert not list(tmp_path.iterdir())
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import impala
-from common.networks import action_dist
-from common.reward_scale import RewardNormalizer
+from common.learning import RewardNormalizer, action_dist
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script

@@ -16,7 +16,7 @@ import ppg
 import ppo
 from common import intrinsic
 from common.checkpoint import load_weights
-from common.reward_scale import RewardNormalizer
+from common.learning import RewardNormalizer
 from helpers import ALL, PPO_AND_PPG, parameters
 from test_checkpoint import make_args
 from test_losses import ACTION_SPACES, VECTOR

@@ -16,8 +16,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 import ppg
 import ppo
-from common.networks import action_dist, policy_kl
-from common.world import World
+from common.device import World
+from common.learning import action_dist, policy_kl
 from helpers import small_args, with_advantages
 
 pytestmark = pytest.mark.quick
