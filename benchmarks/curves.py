@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -29,27 +30,73 @@ class Curve(NamedTuple):
     returns: list[float]  # their mean return, NaN for none
 
 
-def read(path: Path) -> Curve:
-    """Raises InputError for a file without rows, or of other columns."""
-    columns = {"step": int, "seconds": float, "episodes": int, "episodic_return": float}
-    return Curve(*read_columns(path, "a learning curve", columns))
+def check_files(*paths: Path) -> None:
+    """Raises InputError for a pipe or a device among the paths that are there: reading it could last for ever."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"{path} is not a regular file")
+
+
+def read_text(path: Path) -> str:
+    """Raises InputError for a file that cannot be read, or holds no text."""
+    try:
+        text = path.read_text()
+        if "\0" in text:
+            raise ValueError("it holds NUL bytes")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error})") from error
+    return text
+
+
+def read(path: Path, text: str | None = None) -> Curve:
+    """Read a curve, or the `text` of its file. Raises InputError as `read_columns`."""
+    columns = {"step": count, "seconds": finite, "episodes": count, "episodic_return": float}
+    return Curve(*read_columns(path, "a learning curve", columns, text=text))
+
+
+def read_evaluations(path: Path, text: str | None = None) -> list[list[float]]:
+    """Steps, returns and standard errors of the stochastic policy's evaluations on one game. Raises as `read`."""
+    columns = {"step": count, "episodic_return": float, "standard_error": float}
+    return read_columns(path, "evaluations", columns, only=[("policy", "stochastic")], text=text)
+
+
+def count(text: str) -> int:
+    if not 0 <= int(text) < 2**53:
+        raise ValueError(text)
+    return int(text)
+
+
+def finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
+    return float(text)
 
 
 def read_columns(
-    path: Path, what: str, columns: dict[str, Callable[[str], float]], only: Sequence[tuple[str, str]] = ()
+    path: Path,
+    what: str,
+    columns: dict[str, Callable[[str], float]],
+    only: Sequence[tuple[str, str]] = (),
+    text: str | None = None,
 ) -> list[list[float]]:
     """Columns of a CSV of `what`, each converted as `columns` says, of the rows with the values of `only`, by column.
 
-    Raises InputError for a file that cannot be read, lacks one of these columns, or has no such row.
+    Raises InputError for a file that cannot be read, lacks one of these columns, has no such row, or has rows out of
+    order: the first column holds steps.
     """
+    lines = (read_text(path) if text is None else text).splitlines()
+    if len(lines) < 2:
+        raise InputError(f"{path} has no rows")
     try:
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if all(row[name] == text for name, text in only)]
+        rows = [row for row in csv.DictReader(lines) if all(row[name] == value for name, value in only)]
         values = [[kind(row[name]) for row in rows] for name, kind in columns.items()]
-    except (OSError, KeyError, TypeError, ValueError, csv.Error):
+        rising = all(before < after for before, after in pairwise([0, *values[0]]))
+    except (KeyError, TypeError, ValueError, csv.Error):
         rows = []
-    if not rows:
-        raise InputError(f"{path} is no CSV of {what}: copy it from its run again.")
+    if not rows or not rising:
+        raise InputError(
+            f"{path} is no CSV of {what}, with rising steps and a number in each row of {', '.join(columns)}"
+        )
     return values
 
 

@@ -10,6 +10,7 @@ from matplotlib.text import Text
 
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 plt.rcParams |= {"figure.constrained_layout.use": True, "pdf.fonttype": 42}  # fonts that journals accept
+plt.rcParams |= {"text.parse_math": False}  # a $ in a name is a $
 
 
 def save(figure: plt.Figure, *paths: Path) -> None:

@@ -22,6 +22,11 @@ def label(algorithm: str) -> str:
     return LABELS.get(algorithm, algorithm)
 
 
+def one_line(text: str) -> str:
+    """Text that ends no line of Markdown and begins no HTML."""
+    return " ".join(text.split()).replace("<", "&lt;")
+
+
 def colour(algorithm: str, others: Iterable[str]) -> str:
     """The colour of its curves in all reports. Without a label, one that `others`, drawn beside it, leave over."""
     labels = [*LABELS]

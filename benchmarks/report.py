@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import tyro
@@ -27,7 +28,7 @@ import curves
 import figures
 import readme
 import throughput
-from collect import RESULTS, collect, read_run, same_settings
+from collect import RESULTS, differing, folder_name, is_text, read_run, same_settings, store
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
 from common.procgen_env import PROCGEN_MODES
@@ -82,6 +83,11 @@ class Protocol:
     @property
     def games(self) -> list[str]:
         return sorted({game for games in self.runs.values() for game in games})
+
+    def origins(self, algorithm: str, game: str) -> list[dict[str, Any]]:
+        """The meta.json of each run, in the order of seeds."""
+        folder, seeds = self.folder / algorithm / game, sorted(self.runs.get(algorithm, {}).get(game, {}))
+        return [read_json(folder / f"seed{seed}.meta.json") for seed in seeds]
 
     def block(self, mark: int) -> int:
         """Steps of the published curves' block that ends at a mark."""
@@ -148,8 +154,11 @@ def read_protocols(results: Path) -> list[Protocol]:
         if folder.name.split("-")[0] not in PROCGEN_MODES:
             continue
         runs = {}
+        curves.check_files(*folder.glob("*/*/*"))
         for path in sorted(folder.glob("*/*/seed*[0-9].csv")):
             algorithm, game = path.parts[-3:-1]
+            if any(folder_name(name) != name for name in path.parts[-4:-1]) or not path.stem[4:].isdecimal():
+                raise InputError(f"{path} has a name that collect.py does not give")
             runs.setdefault(algorithm, {}).setdefault(game, {})[int(path.stem[4:])] = curves.read(path)
         if runs:
             protocols.append(Protocol(folder, runs))
@@ -159,21 +168,22 @@ def read_protocols(results: Path) -> list[Protocol]:
 def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
     """Collect runs in `folder`. Returns why others are left out. Of runs that do not go together, those stay whose
     settings most runs have, and of these the longest."""
-    found, left_out = [], []
+    found, settings, left_out = [], {}, []
     for run_dir in run_dirs:
         try:
-            _, meta, curve = read_run(run_dir)
-            if not any(curves.read(run_dir / "progress.csv").episodes):
+            run = read_run(run_dir)
+            if not any(run.curve.episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
-            settings = str([flag for flag in same_settings(meta["command"]) if flag[0] != "--total-timesteps"])
-            found.append((settings, len(curve), run_dir))
-        except InputError as error:
+            flags = [flag for flag in same_settings(run.meta["command"]) if flag[0] != "--total-timesteps"]
+            settings[run.path] = str(flags)
+            found.append(run)
+        except (InputError, OSError) as error:
             left_out.append(str(error))
-    seeds = Counter(settings for settings, *_ in found)
-    for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], run[1]), reverse=True):
+    seeds = Counter(settings.values())
+    for run in sorted(found, key=lambda run: (seeds[settings[run.path]], run.curve.steps[-1]), reverse=True):
         try:
-            collect(run_dir, folder, unfinished=True)
-        except InputError as error:
+            store(run, folder, unfinished=True)
+        except (InputError, OSError) as error:
             left_out.append(str(error))
     return left_out
 
@@ -204,32 +214,60 @@ def listed(scores: list[float], own: bool) -> str:
 def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, the others, difference, interval, verdict."""
     columns = ["run", "mark", "ours, by seed", protocol.versus, "difference", "95 % interval", "verdict"]
-    rows = []
+    rows, alone = [], False
     for algorithm in [name for name in protocol.runs if name != protocol.baseline]:
         for game in sorted(protocol.runs[algorithm]):
             for mark, steps in protocol.marks(algorithm, game).items():
                 ours, others = protocol.scores(algorithm, game, steps), protocol.others(algorithm, game, steps)
                 if ours:
+                    alone = alone or (protocol.out and {1} < {len(ours), len(others)} - {0})
                     texts = [listed(scores, bool(protocol.out)) for scores in (ours, others)]
                     rows.append([f"{readme.label(algorithm)} {game}", mark, *texts, *verdict(ours, others)])
-    return readme.markdown(columns, rows)
+    caption = ["", "The interval takes a single run to vary as the runs that it is compared with."] if alone else []
+    return readme.markdown(columns, rows) + caption
 
 
 def states(protocol: Protocol) -> list[str]:
-    """A line for each of one's own runs that has not finished, or has no score at its mark."""
+    """A line for each of one's own runs that has not finished, has no score at its mark, or a few rows alone."""
     lines = []
     for algorithm, games in protocol.runs.items():
         for game, runs in sorted(games.items()):
             ((mark, steps),) = protocol.marks(algorithm, game).items()
-            for seed, curve in sorted(runs.items()):
-                stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
+            origins = protocol.origins(algorithm, game)
+            for (seed, curve), origin in zip(sorted(runs.items()), origins, strict=True):
+                stopped = "stopped_at" in origin
                 scored = curves.scores([curve], steps, protocol.window(steps))
                 text = f"- {readme.label(algorithm)} {game}, seed {seed}: "
                 text += f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
                 text += "" if scored else f", without an episode in the {protocol.window(steps):,} steps before {mark}"
-                if stopped or not scored:
+                few = len(curve.steps) < FEWEST
+                text += f", with {len(curve.steps)} rows, too few for the figure to show how it learned" if few else ""
+                if stopped or few or not scored:
                     lines.append(text)
     return lines or ["All runs have finished."]
+
+
+def notes(protocol: Protocol) -> list[str]:
+    """Where an algorithm has other flags than the baseline, and where it has the same script with the same flags."""
+    found = {}
+    for algorithm, games in protocol.runs.items():
+        for game in sorted(games):
+            mine, others = protocol.origins(algorithm, game), protocol.origins(protocol.baseline, game)
+            if algorithm == protocol.baseline or not others:
+                continue
+            scripts = [{str(meta.get("script_sha256")) for meta in metas} - {"None"} for metas in (mine, others)]
+            commands = [str(meta.get("command")).replace(str(meta.get("script")), "") for meta in (mine[0], others[0])]
+            ignored = ("--exp-name", "--seed" if "--anneal-lr" in str(commands) else "--total-timesteps")
+            flags = [[flag for flag in only if not flag.startswith(ignored)] for only in differing(*commands)]
+            ours, theirs = (" ".join(only) or "the defaults" for only in flags)
+            if ours != theirs:
+                text = f"has {ours} where {protocol.versus} has {theirs}"
+            elif scripts[0] & scripts[1]:
+                text = f"has the same script and flags as {protocol.versus}: only common/ can make a difference"
+            else:
+                continue
+            found.setdefault(f"{readme.label(algorithm)} {text}", []).append(game)
+    return [f"- {readme.one_line(text)} (on {', '.join(games)})." for text, games in found.items()]
 
 
 def summary_table(protocol: Protocol) -> list[str]:
@@ -289,11 +327,11 @@ def aggregate_table(protocol: Protocol) -> list[str]:
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, list[list[float]]]:
     """By seed, steps, returns and standard errors of the stochastic policy's evaluations. None of a run on several
     games: training has most episodes of the game with the shortest, evaluations as many of each."""
-    columns, found = {"step": int, "episodic_return": float, "standard_error": float}, {}
+    found = {}
     for seed in sorted(protocol.runs[algorithm][game]):
         path = protocol.folder / algorithm / game / f"seed{seed}.eval.csv"
         if path.exists() and "," not in game:
-            found[seed] = curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")])
+            found[seed] = curves.read_evaluations(path)
     return found
 
 
@@ -340,7 +378,7 @@ def commands(protocol: Protocol) -> list[str]:
     runs, commits = {}, {}  # of each command
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json")):
         meta = read_json(path)
-        if not meta.keys() >= {"command", "commit", "dirty"}:
+        if not (meta.keys() >= {"commit", "dirty"} and is_text(meta.get("command"))):
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
         command = re.sub(r" --(env-id|seed) \S+", "", meta["command"]) + " --env-id $game --seed $seed"
         runs.setdefault(command, {}).setdefault(path.parent.name, []).append(path.name[4:].split(".")[0])
@@ -350,7 +388,7 @@ def commands(protocol: Protocol) -> list[str]:
     for command, games in runs.items():
         texts = [f"{game} {' '.join(seeds)}" for game, seeds in games.items()]
         lines += [f"# {', '.join(texts)} (made at {', '.join(commits[command])})", command]
-    return lines
+    return [readme.one_line(line) for line in lines]
 
 
 def draw(axis: figures.plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
@@ -411,11 +449,15 @@ def report(protocol: Protocol, baseline: str = "") -> str:
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "curves.png"
     curve_figure(protocol, [picture, picture.with_suffix(".pdf")] if protocol.out else [picture])
-    parts = [states(protocol)] if protocol.out else []
+    parts, left = [states(protocol)] if protocol.out else [], set(protocol.games)
     if baseline:
         compared = replace(protocol, baseline=baseline)
-        parts += [verdict_table(compared), aggregate_table(compared)]
-    parts += [verdict_table(protocol), aggregate_table(protocol), gap_table(protocol)]
+        parts += [notes(compared), verdict_table(compared), aggregate_table(compared)]
+        left -= {game for name, games in protocol.runs.items() if name != baseline for game in games}
+    published = any(game in protocol.published(name)[0] for name, games in protocol.runs.items() for game in games)
+    if left or published:
+        parts += [verdict_table(protocol), aggregate_table(protocol)]
+    parts.append(gap_table(protocol))
     parts.append([f"![Return against environment steps]({picture.relative_to(root).as_posix()})"])
     parts.append(["```bash", *commands(protocol), "```"])
     text = "\n\n".join("\n".join(part) for part in parts if part)
@@ -448,7 +490,8 @@ def main(args: Args) -> None:
         names = sorted({name for protocol in protocols for name in protocol.runs})
         if args.baseline and (args.baseline not in names or len(names) == 1):
             raise InputError(f"--baseline {args.baseline}: name one of several. The runs are of {', '.join(names)}.")
-        parts = ["Left out:\n\n" + "".join(f"- {reason}\n" for reason in left_out)] if left_out else []
+        reasons = [f"- {readme.one_line(reason)}\n" for reason in left_out]
+        parts = ["Left out:\n\n" + "".join(reasons)] if reasons else []
         for protocol in protocols:
             own = replace(protocol, out=args.out / protocol.name, mark=args.mark)
             parts.append(report(own, args.baseline))
