@@ -16,12 +16,15 @@ from statistics import mean
 
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import curves
 from common import InputError
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
+MOST_ROWS = 1_000_000
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 
 
@@ -35,15 +38,36 @@ class Args:
     """environment steps of a row of the CSV"""
 
 
+def check_events(file: Path) -> None:
+    """Raises InputError for an event file with a record that is damaged or cut short: TensorBoard would stop there."""
+    data, start = file.read_bytes(), 0
+    while start < len(data):
+        middle = start + 12  # a record: length, its checksum, event, its checksum
+        end = middle + int.from_bytes(data[start : start + 8], "little")
+        for first, last in ((start, start + 8), (middle, end)):
+            if data[last : last + 4] != masked_crc32c(data[first:last]).to_bytes(4, "little"):
+                cut = f"truncate -s {start} keeps the {start:,} of {len(data):,} bytes before it"
+                raise InputError(f"{file} has a record that is damaged or cut short: {cut}.")
+        start = end + 4
+
+
 def from_events(source: Path, every: int) -> list[list[str]]:
     """The rows of a CSV from the episodes in the event files of folder `source`. Seconds are counted from the first
-    event. The last row may be of fewer steps. Raises InputError for no episodes."""
+    event. The last row may be of fewer steps. Raises InputError for no episodes, and for damaged files."""
+    curves.check_files(source, *source.glob("*"))
+    for file in [source] if source.is_file() else sorted(source.glob("*tfevents*")):
+        check_events(file)
     events = EventAccumulator(str(source), size_guidance={"scalars": 0})  # by default it drops most of them
-    events.Reload()
+    try:
+        events.Reload()
+    except Exception as error:  # whatever foreign bytes drive it to
+        raise InputError(f"{source} cannot be read as event files of TensorBoard's ({error!r}).") from error
     if EPISODE not in events.Tags()["scalars"]:
         raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
     episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
     ends, recent, rows, start = [episode.step for episode in episodes], deque(maxlen=100), [], 0
+    if ends[-1] > MOST_ROWS * every:
+        raise InputError(f"{source} has an episode at step {ends[-1]:,}, too far for rows of --every {every:,} steps.")
     for step in range(every, ends[-1] + every, every):
         stop = bisect_right(ends, step)
         returns = [episode.value for episode in episodes[start:stop]]

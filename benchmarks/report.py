@@ -263,7 +263,7 @@ def notes(protocol: Protocol) -> list[str]:
             if ours != theirs:
                 text = f"has {ours} where {protocol.versus} has {theirs}"
             elif scripts[0] & scripts[1]:
-                text = f"has the same script and flags as {protocol.versus}: only common/ can make a difference"
+                text = f"has the same script and flags as {protocol.versus}, so only common/ or chance can differ"
             else:
                 continue
             found.setdefault(f"{readme.label(algorithm)} {text}", []).append(game)
