@@ -11,11 +11,10 @@ ended has its last step there, as `stopped_at`. Once the run goes on, its longer
 """
 
 import re
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 
@@ -23,32 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
 from common import InputError
 from common.checkpoint import MAY_CHANGE, newest_checkpoint
-from common.procgen_env import PROCGEN_MODES
 from common.run import write_json
 from common.session import one_line_errors
 from common.settings import read_json
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-SETTINGS = {"exp_name": is_text, "env_id": is_text, "distribution_mode": [*PROCGEN_MODES].__contains__}
-SETTINGS |= {"num_levels": is_count, "seed": is_count, "total_timesteps": is_count}
-
-
-class FoundRun(NamedTuple):
-    path: Path
-    args: dict[str, Any]  # its settings
-    meta: dict[str, Any]  # its origin; of one that has not ended, its last step as `stopped_at`
-    curve: curves.Curve
-    logs: dict[str, str]  # the text of progress.csv, and of eval.csv once it has rows
+KINDS = {"exp_name": str, "env_id": str, "distribution_mode": str}  # of the settings that name a curve
+KINDS |= {"num_levels": int, "seed": int, "total_timesteps": int}
 
 
 def folder_name(text: str) -> str:
@@ -57,27 +37,21 @@ def folder_name(text: str) -> str:
 
 
 def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
-    """Copy one run's curve to a folder of `results`; return the CSV written. Raises InputError as the two do."""
-    return store(read_run(run_dir), results, unfinished)
-
-
-def store(run: FoundRun, results: Path, unfinished: bool) -> Path:
-    """Raises InputError for a run that is not to be collected unfinished, or with other settings than seeds there."""
-    run_dir, args, meta, _, logs = run
+    """Copy one run's curve to a folder of `results`; return the CSV written. Raises InputError as `read_run`, and for a
+    run that is not to be collected unfinished, or that differs in settings from seeds there."""
+    args, meta, _, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
         steps = f"{meta['stopped_at']} of {args['total_timesteps']} steps"
         raise InputError(f"{run_dir} has made {steps}: let it end first")
-    protocol = f"{args['distribution_mode']}-{args['num_levels'] or 'all'}"
-    folder = results / protocol / folder_name(args["exp_name"]) / folder_name(args["env_id"])
+    names = (f"{args['distribution_mode']}-{args['num_levels'] or 'all'}", args["exp_name"], args["env_id"])
+    folder = results.joinpath(*map(folder_name, names))
     curves.check_files(*folder.glob("*"))
+    steps = bool(args.get("anneal_lr"))  # without, the number of steps changes none of them
     for neighbour in folder.glob("*.meta.json"):
-        ours, theirs = differing(meta["command"], str(read_json(neighbour).get("command")))
-        flags = ours + theirs
-        if not args.get("anneal_lr"):  # without, the number of steps changes none of them
-            flags = [flag for flag in flags if not flag.startswith("--total-timesteps")]
-        if flags:
+        theirs = str(read_json(neighbour).get("command"))
+        if flags := same_settings(meta["command"], steps) ^ same_settings(theirs, steps):
             words = f"{run_dir} has other settings than {neighbour.relative_to(results)}"
-            raise InputError(f"{words} ({', '.join(flags)}): give it an --exp-name of its own")
+            raise InputError(f"{words} ({', '.join(sorted(flags))}): give it an --exp-name of its own")
     target = folder / f"seed{args['seed']}.csv"
     places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
     for name, path in places.items():
@@ -90,66 +64,49 @@ def store(run: FoundRun, results: Path, unfinished: bool) -> Path:
     return target
 
 
-def read_run(run_dir: Path) -> FoundRun:
-    """Raises InputError for a folder that is no run's, and for a file that is damaged or has lost rows."""
+def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curve, dict[str, str]]:
+    """Settings, origin, curve, and the texts of its CSVs. The origin of a run that has not ended has its last step as
+    `stopped_at`. Raises InputError for no run folder, and for a file that is damaged or has lost rows."""
     curves.check_files(*run_dir.glob("*"), *run_dir.glob("checkpoints/*"))
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
-    if not (args and is_text(meta.get("command"))):
+    if not (args and isinstance(meta.get("command"), str)):
         raise InputError(f"{run_dir} is no run folder: it has no readable {'meta.json' if args else 'args.json'}")
-    for name, holds in SETTINGS.items():
-        if not holds(args.get(name)):
-            raise InputError(f"{run_dir / 'args.json'} has a value of {name} that no script gives")
+    for name, kind in KINDS.items():
+        if type(args.get(name)) is not kind:
+            raise InputError(f"{run_dir / 'args.json'} is damaged: {name} is no {kind.__name__}")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow
-    except InputError:
-        checkpoint = {"step": 0, "run": {}}  # a run need not have one
-    names = ["progress.csv", "eval.csv"] if args.get("eval_interval") else ["progress.csv"]
-    logs = {name: curves.read_text(run_dir / name) for name in names}
-    check_rows(run_dir, logs, checkpoint)
+    except InputError:  # a run need not have one
+        checkpoint = {"step": 0, "run": {}}
+    logs = {}
+    for name in ("progress.csv", "eval.csv") if args.get("eval_interval") else ("progress.csv",):
+        logs[name] = curves.read_text(run_dir / name)
+        steps = re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE)
+        rows = sum(int(step) <= checkpoint["step"] for step in steps)
+        if rows < (had := checkpoint["run"].get("rows", {}).get(name, 0)):
+            words = f"{run_dir / name} has lost rows: of the {had} up to step {checkpoint['step']:,}"
+            raise InputError(f"{words}, which its checkpoint counts, {rows} are there")
     curve = curves.read(run_dir / "progress.csv", logs["progress.csv"])
-    meta.pop("stopped_at", None)
-    if curve.steps[-1] < args["total_timesteps"] or not meta.get("finished"):  # after the last row come evaluations
-        meta["stopped_at"] = curve.steps[-1]
-        logs = {name: text for name, text in logs.items() if text.count("\n") > 1}  # one waits for its first evaluation
+    meta |= {"seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
+    if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row
+        del meta["stopped_at"]
+    elif logs.get("eval.csv", "").count("\n") < 2:  # it waits for its first evaluation
+        logs.pop("eval.csv", None)
     if "eval.csv" in logs and "," not in args["env_id"]:
         curves.read_evaluations(run_dir / "eval.csv", logs["eval.csv"])
-    return FoundRun(run_dir, args, meta | {"seconds": curve.seconds[-1]}, curve, logs)
+    return args, meta, curve, logs
 
 
-def check_rows(run_dir: Path, logs: dict[str, str], checkpoint: dict[str, Any]) -> None:
-    """Raises InputError for a log that has fewer rows up to its checkpoint's step than it had then."""
-    step, counted = checkpoint["step"], checkpoint["run"].get("rows")
-    for name, text in logs.items():
-        steps = [line.partition(",")[0] for line in text.splitlines()[1:]]
-        rows = sum(each.isdecimal() and len(each) < 20 and int(each) <= step for each in steps)
-        had = counted.get(name) if isinstance(counted, dict) else 0
-        if is_count(had) and rows < had:
-            raise InputError(f"{run_dir / name} has lost rows: {rows} are up to step {step:,}, and there were {had}")
-
-
-def same_settings(command: str) -> list[list[str]]:
+def same_settings(command: str, steps: bool = True) -> set[str]:
     """The script and the flags of a command that the runs of a folder must share: all flags but the seed and what a
-    resumed run may change. (The number of steps may be raised later, but here it is one for all.)"""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # a quotation without an end
-        words = command.split()
-    flags = [[]]
-    for word in words:
-        flags += [[]] if word.startswith("--") else []
-        flags[-1].append(word)
-    ignored = {"seed", *MAY_CHANGE} - {"total_timesteps"}
-    # Each seed may have a model of its own.
-    flags = [flag[:1] if flag[0] == "--init-from" else flag for flag in flags if flag]
-    return sorted(each for each in flags if each[0][2:].replace("-", "_").removeprefix("no_") not in ignored)
-
-
-def differing(ours: str, theirs: str) -> tuple[list[str], list[str]]:
-    """The flags of each of two commands that the other lacks."""
-    mine, others = same_settings(ours), same_settings(theirs)
-    only_mine = [" ".join(flag) for flag in mine if flag not in others]
-    return only_mine, [" ".join(flag) for flag in others if flag not in mine]
+    resumed run may change. (The number of steps may be raised later, but here it is one for all if `steps` count.)"""
+    ignored, shared = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if steps else set()), set()
+    for flag in re.split(" +(?=--)", command.strip()):
+        name = flag.split(" ")[0]
+        if name[2:].replace("-", "_").removeprefix("no_") not in ignored:
+            shared.add(name if name == "--init-from" else flag)  # each seed may have a model of its own
+    return shared
 
 
 @dataclass

@@ -46,8 +46,8 @@ def check_events(file: Path) -> None:
         end = middle + int.from_bytes(data[start : start + 8], "little")
         for first, last in ((start, start + 8), (middle, end)):
             if data[last : last + 4] != masked_crc32c(data[first:last]).to_bytes(4, "little"):
-                cut = f"truncate -s {start} keeps the {start:,} of {len(data):,} bytes before it"
-                raise InputError(f"{file} has a record that is damaged or cut short: {cut}.")
+                words = f"is damaged or cut short after {start} of {len(data)} bytes"
+                raise InputError(f"{file} {words}: truncate -s {start} keeps what comes before.")
         start = end + 4
 
 
@@ -55,11 +55,13 @@ def from_events(source: Path, every: int) -> list[list[str]]:
     """The rows of a CSV from the episodes in the event files of folder `source`. Seconds are counted from the first
     event. The last row may be of fewer steps. Raises InputError for no episodes, and for damaged files."""
     curves.check_files(source, *source.glob("*"))
-    for file in [source] if source.is_file() else sorted(source.glob("*tfevents*")):
-        check_events(file)
     events = EventAccumulator(str(source), size_guidance={"scalars": 0})  # by default it drops most of them
     try:
+        for file in [source] if source.is_file() else sorted(source.glob("*tfevents*")):
+            check_events(file)
         events.Reload()
+    except InputError:
+        raise
     except Exception as error:  # whatever foreign bytes drive it to
         raise InputError(f"{source} cannot be read as event files of TensorBoard's ({error!r}).") from error
     if EPISODE not in events.Tags()["scalars"]:

@@ -50,7 +50,7 @@ def read_text(path: Path) -> str:
 
 def read(path: Path, text: str | None = None) -> Curve:
     """Read a curve, or the `text` of its file. Raises InputError as `read_columns`."""
-    columns = {"step": count, "seconds": finite, "episodes": count, "episodic_return": float}
+    columns = {"step": count, "seconds": float, "episodes": count, "episodic_return": float}
     return Curve(*read_columns(path, "a learning curve", columns, text=text))
 
 
@@ -64,12 +64,6 @@ def count(text: str) -> int:
     if not 0 <= int(text) < 2**53:
         raise ValueError(text)
     return int(text)
-
-
-def finite(text: str) -> float:
-    if not math.isfinite(float(text)):
-        raise ValueError(text)
-    return float(text)
 
 
 def read_columns(

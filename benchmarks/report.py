@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import tyro
@@ -28,10 +27,9 @@ import curves
 import figures
 import readme
 import throughput
-from collect import RESULTS, differing, folder_name, is_text, read_run, same_settings, store
+from collect import RESULTS, collect, folder_name, read_run, same_settings
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
-from common.procgen_env import PROCGEN_MODES
 from common.session import one_line_errors
 from common.settings import NotNegative, check_limits, read_json
 
@@ -83,11 +81,6 @@ class Protocol:
     @property
     def games(self) -> list[str]:
         return sorted({game for games in self.runs.values() for game in games})
-
-    def origins(self, algorithm: str, game: str) -> list[dict[str, Any]]:
-        """The meta.json of each run, in the order of seeds."""
-        folder, seeds = self.folder / algorithm / game, sorted(self.runs.get(algorithm, {}).get(game, {}))
-        return [read_json(folder / f"seed{seed}.meta.json") for seed in seeds]
 
     def block(self, mark: int) -> int:
         """Steps of the published curves' block that ends at a mark."""
@@ -151,13 +144,11 @@ def read_protocols(results: Path) -> list[Protocol]:
     """The protocols that have runs; other folders in `results` are passed over. Raises InputError as `curves.read`."""
     protocols = []
     for folder in sorted(results.glob("*-*/"), key=lambda folder: (not folder.name.endswith("-all"), folder.name)):
-        if folder.name.split("-")[0] not in PROCGEN_MODES:
-            continue
         runs = {}
         curves.check_files(*folder.glob("*/*/*"))
-        for path in sorted(folder.glob("*/*/seed*[0-9].csv")):
+        for path in sorted(folder.glob("*/*/seed[0-9]*[!l].csv")):
             algorithm, game = path.parts[-3:-1]
-            if any(folder_name(name) != name for name in path.parts[-4:-1]) or not path.stem[4:].isdecimal():
+            if any(folder_name(name) != name for name in path.parts[-4:-1]):
                 raise InputError(f"{path} has a name that collect.py does not give")
             runs.setdefault(algorithm, {}).setdefault(game, {})[int(path.stem[4:])] = curves.read(path)
         if runs:
@@ -168,21 +159,19 @@ def read_protocols(results: Path) -> list[Protocol]:
 def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
     """Collect runs in `folder`. Returns why others are left out. Of runs that do not go together, those stay whose
     settings most runs have, and of these the longest."""
-    found, settings, left_out = [], {}, []
+    found, left_out = [], []
     for run_dir in run_dirs:
         try:
-            run = read_run(run_dir)
-            if not any(run.curve.episodes):
+            _, meta, curve, _ = read_run(run_dir)
+            if not any(curve.episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
-            flags = [flag for flag in same_settings(run.meta["command"]) if flag[0] != "--total-timesteps"]
-            settings[run.path] = str(flags)
-            found.append(run)
+            found.append((str(sorted(same_settings(meta["command"], steps=False))), curve.steps[-1], run_dir))
         except (InputError, OSError) as error:
             left_out.append(str(error))
-    seeds = Counter(settings.values())
-    for run in sorted(found, key=lambda run: (seeds[settings[run.path]], run.curve.steps[-1]), reverse=True):
+    seeds = Counter(settings for settings, *_ in found)
+    for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], run[1]), reverse=True):
         try:
-            store(run, folder, unfinished=True)
+            collect(run_dir, folder, unfinished=True)
         except (InputError, OSError) as error:
             left_out.append(str(error))
     return left_out
@@ -233,9 +222,8 @@ def states(protocol: Protocol) -> list[str]:
     for algorithm, games in protocol.runs.items():
         for game, runs in sorted(games.items()):
             ((mark, steps),) = protocol.marks(algorithm, game).items()
-            origins = protocol.origins(algorithm, game)
-            for (seed, curve), origin in zip(sorted(runs.items()), origins, strict=True):
-                stopped = "stopped_at" in origin
+            for seed, curve in sorted(runs.items()):
+                stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
                 scored = curves.scores([curve], steps, protocol.window(steps))
                 text = f"- {readme.label(algorithm)} {game}, seed {seed}: "
                 text += f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
@@ -249,25 +237,23 @@ def states(protocol: Protocol) -> list[str]:
 
 def notes(protocol: Protocol) -> list[str]:
     """Where an algorithm has other flags than the baseline, and where it has the same script with the same flags."""
-    found = {}
-    for algorithm, games in protocol.runs.items():
-        for game in sorted(games):
-            mine, others = protocol.origins(algorithm, game), protocol.origins(protocol.baseline, game)
-            if algorithm == protocol.baseline or not others:
-                continue
-            scripts = [{str(meta.get("script_sha256")) for meta in metas} - {"None"} for metas in (mine, others)]
-            commands = [str(meta.get("command")).replace(str(meta.get("script")), "") for meta in (mine[0], others[0])]
-            ignored = ("--exp-name", "--seed" if "--anneal-lr" in str(commands) else "--total-timesteps")
-            flags = [[flag for flag in only if not flag.startswith(ignored)] for only in differing(*commands)]
-            ours, theirs = (" ".join(only) or "the defaults" for only in flags)
-            if ours != theirs:
-                text = f"has {ours} where {protocol.versus} has {theirs}"
-            elif scripts[0] & scripts[1]:
-                text = f"has the same script and flags as {protocol.versus}, so only common/ or chance can differ"
-            else:
-                continue
-            found.setdefault(f"{readme.label(algorithm)} {text}", []).append(game)
-    return [f"- {readme.one_line(text)} (on {', '.join(games)})." for text, games in found.items()]
+    found = {}  # games of each line
+    for algorithm, game in [(name, game) for name, games in protocol.runs.items() for game in sorted(games)]:
+        folders = [protocol.folder / name / game for name in (algorithm, protocol.baseline)]
+        runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
+        if algorithm == protocol.baseline or not all(runs):
+            continue
+        hashes = [{str(meta.get("script_sha256")) for meta in metas} for metas in runs]
+        named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
+        commands = [re.sub(named, "", str(metas[0].get("command"))) for metas in runs]
+        ours, theirs = (same_settings(command, steps="--anneal-lr" in str(commands)) for command in commands)
+        only = [" ".join(sorted(flags)) or "the defaults" for flags in (ours - theirs, theirs - ours)]
+        line = f"- {readme.label(algorithm)} has {only[0]} where {protocol.versus} has {only[1]}"
+        if ours == theirs:
+            line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
+        if ours != theirs or hashes[0] & hashes[1] - {"None"}:
+            found.setdefault(readme.one_line(line), []).append(game)
+    return [f"{line}: {', '.join(games)}" for line, games in found.items()]
 
 
 def summary_table(protocol: Protocol) -> list[str]:
@@ -378,7 +364,7 @@ def commands(protocol: Protocol) -> list[str]:
     runs, commits = {}, {}  # of each command
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json")):
         meta = read_json(path)
-        if not (meta.keys() >= {"commit", "dirty"} and is_text(meta.get("command"))):
+        if not (meta.keys() >= {"commit", "dirty"} and isinstance(meta.get("command"), str)):
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
         command = re.sub(r" --(env-id|seed) \S+", "", meta["command"]) + " --env-id $game --seed $seed"
         runs.setdefault(command, {}).setdefault(path.parent.name, []).append(path.name[4:].split(".")[0])
@@ -449,13 +435,13 @@ def report(protocol: Protocol, baseline: str = "") -> str:
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "curves.png"
     curve_figure(protocol, [picture, picture.with_suffix(".pdf")] if protocol.out else [picture])
-    parts, left = [states(protocol)] if protocol.out else [], set(protocol.games)
+    parts, shown = [states(protocol)] if protocol.out else [], set()
     if baseline:
         compared = replace(protocol, baseline=baseline)
         parts += [notes(compared), verdict_table(compared), aggregate_table(compared)]
-        left -= {game for name, games in protocol.runs.items() if name != baseline for game in games}
+        shown = {game for name, games in protocol.runs.items() if name != baseline for game in games}
     published = any(game in protocol.published(name)[0] for name, games in protocol.runs.items() for game in games)
-    if left or published:
+    if published or set(protocol.games) - shown:
         parts += [verdict_table(protocol), aggregate_table(protocol)]
     parts.append(gap_table(protocol))
     parts.append([f"![Return against environment steps]({picture.relative_to(root).as_posix()})"])
