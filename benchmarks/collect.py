@@ -72,21 +72,22 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     if not (args and isinstance(meta.get("command"), str)):
         raise InputError(f"{run_dir} is no run folder: it has no readable {'meta.json' if args else 'args.json'}")
     for name, kind in KINDS.items():
-        if type(args.get(name)) is not kind:
-            raise InputError(f"{run_dir / 'args.json'} is damaged: {name} is no {kind.__name__}")
+        if type(args.get(name)) is not kind or (kind is int and args[name] < 0):
+            raise InputError(f"{run_dir / 'args.json'} has a {name} that no script has")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow
-    except InputError:  # a run need not have one
-        checkpoint = {"step": 0, "run": {}}
+        had = {name: int(rows) for name, rows in checkpoint["run"]["rows"].items()}
+    except (InputError, LookupError, AttributeError, TypeError, ValueError):  # none, or one of an older version
+        had = {}
     logs = {}
     for name in ("progress.csv", "eval.csv") if args.get("eval_interval") else ("progress.csv",):
         logs[name] = curves.read_text(run_dir / name)
         steps = re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE)
-        rows = sum(int(step) <= checkpoint["step"] for step in steps)
-        if rows < (had := checkpoint["run"].get("rows", {}).get(name, 0)):
-            words = f"{run_dir / name} has lost rows: of the {had} up to step {checkpoint['step']:,}"
-            raise InputError(f"{words}, which its checkpoint counts, {rows} are there")
+        rows = sum(int(step) <= checkpoint["step"] for step in steps) if name in had else 0
+        if rows < had.get(name, 0):
+            words = f"{rows} up to step {checkpoint['step']:,}, its checkpoint counts {had[name]}"
+            raise InputError(f"{run_dir / name} has lost rows: it has {words}")
     curve = curves.read(run_dir / "progress.csv", logs["progress.csv"])
     meta |= {"seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
     if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row

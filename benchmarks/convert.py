@@ -16,7 +16,8 @@ from statistics import mean
 
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
@@ -24,7 +25,6 @@ from common import InputError
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
-MOST_ROWS = 1_000_000
 EPISODE = "charts/episodic_return"  # a scalar for every episode, at the step at which it ended
 
 
@@ -39,16 +39,17 @@ class Args:
 
 
 def check_events(file: Path) -> None:
-    """Raises InputError for an event file with a record that is damaged or cut short: TensorBoard would stop there."""
-    data, start = file.read_bytes(), 0
-    while start < len(data):
-        middle = start + 12  # a record: length, its checksum, event, its checksum
-        end = middle + int.from_bytes(data[start : start + 8], "little")
-        for first, last in ((start, start + 8), (middle, end)):
-            if data[last : last + 4] != masked_crc32c(data[first:last]).to_bytes(4, "little"):
-                words = f"is damaged or cut short after {start} of {len(data)} bytes"
-                raise InputError(f"{file} {words}: truncate -s {start} keeps what comes before.")
-        start = end + 4
+    """TensorBoard would stop at a damaged record without a word. Raises its error, or warns if the file ends within."""
+    reader = PyRecordReader_New(str(file))
+    try:
+        while True:
+            reader.GetNext()
+    except OutOfRangeError:
+        return
+    except DataLossError as error:
+        if "truncated" not in error.message:
+            raise
+        print(f"warning: {error.message}, with which it ends", file=sys.stderr)
 
 
 def from_events(source: Path, every: int) -> list[list[str]]:
@@ -60,15 +61,13 @@ def from_events(source: Path, every: int) -> list[list[str]]:
         for file in [source] if source.is_file() else sorted(source.glob("*tfevents*")):
             check_events(file)
         events.Reload()
-    except InputError:
-        raise
     except Exception as error:  # whatever foreign bytes drive it to
-        raise InputError(f"{source} cannot be read as event files of TensorBoard's ({error!r}).") from error
+        raise InputError(f"{source}: TensorBoard cannot read its event files ({error}).") from error
     if EPISODE not in events.Tags()["scalars"]:
         raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
     episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
     ends, recent, rows, start = [episode.step for episode in episodes], deque(maxlen=100), [], 0
-    if ends[-1] > MOST_ROWS * every:
+    if ends[-1] > 1_000_000 * every:
         raise InputError(f"{source} has an episode at step {ends[-1]:,}, too far for rows of --every {every:,} steps.")
     for step in range(every, ends[-1] + every, every):
         stop = bisect_right(ends, step)

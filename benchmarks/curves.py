@@ -26,7 +26,7 @@ class Curve(NamedTuple):
 
     steps: list[int]  # at the end of the iteration
     seconds: list[float]  # since the start of the run
-    episodes: list[int]  # that ended in the iteration
+    episodes: list[float]  # number of those that ended in the iteration
     returns: list[float]  # their mean return, NaN for none
 
 
@@ -48,50 +48,34 @@ def read_text(path: Path) -> str:
     return text
 
 
-def read(path: Path, text: str | None = None) -> Curve:
+def read(path: Path, text: str = "") -> Curve:
     """Read a curve, or the `text` of its file. Raises InputError as `read_columns`."""
-    columns = {"step": count, "seconds": float, "episodes": count, "episodic_return": float}
-    return Curve(*read_columns(path, "a learning curve", columns, text=text))
+    return Curve(*read_columns(path, text, "a learning curve", ["seconds", "episodes", "episodic_return"]))
 
 
-def read_evaluations(path: Path, text: str | None = None) -> list[list[float]]:
+def read_evaluations(path: Path, text: str = "") -> list[list[float]]:
     """Steps, returns and standard errors of the stochastic policy's evaluations on one game. Raises as `read`."""
-    columns = {"step": count, "episodic_return": float, "standard_error": float}
-    return read_columns(path, "evaluations", columns, only=[("policy", "stochastic")], text=text)
+    return read_columns(path, text, "evaluations", ["episodic_return", "standard_error"], policy="stochastic")
 
 
-def count(text: str) -> int:
-    if not 0 <= int(text) < 2**53:
-        raise ValueError(text)
-    return int(text)
+def read_columns(path: Path, text: str, what: str, columns: Sequence[str], **only: str) -> list[list[float]]:
+    """The steps and some columns of a CSV of `what`, of the rows with the values of `only`.
 
-
-def read_columns(
-    path: Path,
-    what: str,
-    columns: dict[str, Callable[[str], float]],
-    only: Sequence[tuple[str, str]] = (),
-    text: str | None = None,
-) -> list[list[float]]:
-    """Columns of a CSV of `what`, each converted as `columns` says, of the rows with the values of `only`, by column.
-
-    Raises InputError for a file that cannot be read, lacks one of these columns, has no such row, or has rows out of
-    order: the first column holds steps.
+    Raises InputError for a file that cannot be read, lacks one of these columns, has no such row, or steps that do not
+    rise from row to row.
     """
-    lines = (read_text(path) if text is None else text).splitlines()
+    lines = (text or read_text(path)).splitlines()
     if len(lines) < 2:
         raise InputError(f"{path} has no rows")
     try:
-        rows = [row for row in csv.DictReader(lines) if all(row[name] == value for name, value in only)]
-        values = [[kind(row[name]) for row in rows] for name, kind in columns.items()]
-        rising = all(before < after for before, after in pairwise([0, *values[0]]))
+        rows = [row for row in csv.DictReader(lines) if all(row[name] == value for name, value in only.items())]
+        steps = [int(row["step"]) for row in rows]
+        values = [[float(row[name]) for row in rows] for name in columns]
     except (KeyError, TypeError, ValueError, csv.Error):
-        rows = []
-    if not rows or not rising:
-        raise InputError(
-            f"{path} is no CSV of {what}, with rising steps and a number in each row of {', '.join(columns)}"
-        )
-    return values
+        rows = steps = []
+    if not rows or not all(before < after for before, after in pairwise([0, *steps, 2**53])):
+        raise InputError(f"{path} is no CSV of {what}: steps that rise, and a number each of {', '.join(columns)}")
+    return [steps, *values]
 
 
 def score(curve: Curve, end: int, window: int) -> float:

@@ -82,6 +82,12 @@ class Protocol:
     def games(self) -> list[str]:
         return sorted({game for games in self.runs.values() for game in games})
 
+    @property
+    def tasks(self) -> list[tuple[str, str, str]]:
+        """Each algorithm but the baseline with each of its games, and what tables call the two."""
+        pairs = [(name, game) for name in self.runs if name != self.baseline for game in sorted(self.runs[name])]
+        return [(name, game, f"{readme.label(name)} {game}") for name, game in pairs]
+
     def block(self, mark: int) -> int:
         """Steps of the published curves' block that ends at a mark."""
         block = 524_288 if self.mode == "hard" else 131_072
@@ -146,9 +152,9 @@ def read_protocols(results: Path) -> list[Protocol]:
     for folder in sorted(results.glob("*-*/"), key=lambda folder: (not folder.name.endswith("-all"), folder.name)):
         runs = {}
         curves.check_files(*folder.glob("*/*/*"))
-        for path in sorted(folder.glob("*/*/seed[0-9]*[!l].csv")):
+        for path in sorted(folder.glob("*/*/seed*[0-9].csv")):
             algorithm, game = path.parts[-3:-1]
-            if any(folder_name(name) != name for name in path.parts[-4:-1]):
+            if any(folder_name(name) != name for name in path.parts[-4:-1]) or not path.stem[4:].isdecimal():
                 raise InputError(f"{path} has a name that collect.py does not give")
             runs.setdefault(algorithm, {}).setdefault(game, {})[int(path.stem[4:])] = curves.read(path)
         if runs:
@@ -204,14 +210,13 @@ def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, the others, difference, interval, verdict."""
     columns = ["run", "mark", "ours, by seed", protocol.versus, "difference", "95 % interval", "verdict"]
     rows, alone = [], False
-    for algorithm in [name for name in protocol.runs if name != protocol.baseline]:
-        for game in sorted(protocol.runs[algorithm]):
-            for mark, steps in protocol.marks(algorithm, game).items():
-                ours, others = protocol.scores(algorithm, game, steps), protocol.others(algorithm, game, steps)
-                if ours:
-                    alone = alone or (protocol.out and {1} < {len(ours), len(others)} - {0})
-                    texts = [listed(scores, bool(protocol.out)) for scores in (ours, others)]
-                    rows.append([f"{readme.label(algorithm)} {game}", mark, *texts, *verdict(ours, others)])
+    for algorithm, game, run in protocol.tasks:
+        for mark, steps in protocol.marks(algorithm, game).items():
+            ours, others = protocol.scores(algorithm, game, steps), protocol.others(algorithm, game, steps)
+            if ours:
+                alone = alone or (protocol.out and {1} < {len(ours), len(others)} - {0})
+                texts = [listed(scores, bool(protocol.out)) for scores in (ours, others)]
+                rows.append([run, mark, *texts, *verdict(ours, others)])
     caption = ["", "The interval takes a single run to vary as the runs that it is compared with."] if alone else []
     return readme.markdown(columns, rows) + caption
 
@@ -219,29 +224,27 @@ def verdict_table(protocol: Protocol) -> list[str]:
 def states(protocol: Protocol) -> list[str]:
     """A line for each of one's own runs that has not finished, has no score at its mark, or a few rows alone."""
     lines = []
-    for algorithm, games in protocol.runs.items():
-        for game, runs in sorted(games.items()):
-            ((mark, steps),) = protocol.marks(algorithm, game).items()
-            for seed, curve in sorted(runs.items()):
-                stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
-                scored = curves.scores([curve], steps, protocol.window(steps))
-                text = f"- {readme.label(algorithm)} {game}, seed {seed}: "
-                text += f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
-                text += "" if scored else f", without an episode in the {protocol.window(steps):,} steps before {mark}"
-                few = len(curve.steps) < FEWEST
-                text += f", with {len(curve.steps)} rows, too few for the figure to show how it learned" if few else ""
-                if stopped or few or not scored:
-                    lines.append(text)
+    for algorithm, game, run in protocol.tasks:
+        ((mark, steps),) = protocol.marks(algorithm, game).items()
+        for seed, curve in sorted(protocol.runs[algorithm][game].items()):
+            stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
+            text = f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
+            remarks = [text] if stopped else []
+            if not curves.scores([curve], steps, protocol.window(steps)):
+                remarks = [text, f"without an episode in the {protocol.window(steps):,} steps before {mark}"]
+            if len(curve.steps) < FEWEST:
+                remarks = [*(remarks or [text]), f"its line in the figure is made of {len(curve.steps)} rows"]
+            lines += [f"- {run}, seed {seed}: {', '.join(remarks)}"] if remarks else []
     return lines or ["All runs have finished."]
 
 
 def notes(protocol: Protocol) -> list[str]:
     """Where an algorithm has other flags than the baseline, and where it has the same script with the same flags."""
     found = {}  # games of each line
-    for algorithm, game in [(name, game) for name, games in protocol.runs.items() for game in sorted(games)]:
+    for algorithm, game, _ in protocol.tasks:
         folders = [protocol.folder / name / game for name in (algorithm, protocol.baseline)]
         runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
-        if algorithm == protocol.baseline or not all(runs):
+        if not runs[1]:
             continue
         hashes = [{str(meta.get("script_sha256")) for meta in metas} for metas in runs]
         named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
@@ -336,26 +339,24 @@ def gap_table(protocol: Protocol) -> list[str]:
     columns += ["published: training, held-out", "gap"]
     rows = []
     test = curves.read_reference(TEST[protocol.name]) if protocol.name in TEST else {}
-    for algorithm, games in protocol.runs.items():
-        for game, runs in sorted(games.items()):
-            evaluations = evaluations_of(protocol, algorithm, game)
-            for mark, steps in protocol.marks(algorithm, game).items():
-                window = protocol.window(steps)
-                middles = {seed: at_step(each, steps - window / 2) for seed, each in evaluations.items()}
-                reached = [seed for seed, held_out in middles.items() if held_out and runs[seed].steps[-1] >= steps]
-                scores = [(curves.score(runs[seed], steps, window), *middles[seed]) for seed in reached]
-                if not scores:
-                    continue
-                gaps = [trained - held_out for trained, held_out, _ in scores]
-                low_high = "{:.2f} to {:.2f}".format(*curves.mean_interval(gaps)) if len(gaps) > 1 else "-"
-                mine = ", ".join(f"{trained:.2f}" for trained, _, _ in scores)
-                others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in scores)
-                published = ["-", "-"]
-                if game in test and (train := protocol.others(algorithm, game, steps)):
-                    both = mean(train), mean(test[game].scores(protocol.block_end(steps)))
-                    published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
-                run = f"{readme.label(algorithm)} {game}"
-                rows.append([run, mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
+    for algorithm, game, run in protocol.tasks:
+        evaluations, runs = evaluations_of(protocol, algorithm, game), protocol.runs[algorithm][game]
+        for mark, steps in protocol.marks(algorithm, game).items():
+            window = protocol.window(steps)
+            middles = {seed: at_step(each, steps - window / 2) for seed, each in evaluations.items()}
+            reached = [seed for seed, held_out in middles.items() if held_out and runs[seed].steps[-1] >= steps]
+            scores = [(curves.score(runs[seed], steps, window), *middles[seed]) for seed in reached]
+            if not scores:
+                continue
+            gaps = [trained - held_out for trained, held_out, _ in scores]
+            low_high = "{:.2f} to {:.2f}".format(*curves.mean_interval(gaps)) if len(gaps) > 1 else "-"
+            mine = ", ".join(f"{trained:.2f}" for trained, _, _ in scores)
+            others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in scores)
+            published = ["-", "-"]
+            if game in test and (train := protocol.others(algorithm, game, steps)):
+                both = mean(train), mean(test[game].scores(protocol.block_end(steps)))
+                published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
+            rows.append([run, mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
     return readme.markdown(columns, rows)
 
 
@@ -439,8 +440,8 @@ def report(protocol: Protocol, baseline: str = "") -> str:
     if baseline:
         compared = replace(protocol, baseline=baseline)
         parts += [notes(compared), verdict_table(compared), aggregate_table(compared)]
-        shown = {game for name, games in protocol.runs.items() if name != baseline for game in games}
-    published = any(game in protocol.published(name)[0] for name, games in protocol.runs.items() for game in games)
+        shown = {game for _, game, _ in compared.tasks}
+    published = any(game in protocol.published(name)[0] for name, game, _ in protocol.tasks)
     if published or set(protocol.games) - shown:
         parts += [verdict_table(protocol), aggregate_table(protocol)]
     parts.append(gap_table(protocol))
