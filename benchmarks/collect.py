@@ -3,11 +3,10 @@
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
     python benchmarks/collect.py runs/*__* --unfinished --results my_results     # also others; elsewhere
 
-Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, a row per `log` of the run: environment
-steps, wall-clock seconds, number and mean return of the episodes that ended in the iteration, and mean return of the
-last 100 episodes. A seed<k>.meta.json (command, commit, versions, machine, seconds of the run without its pauses)
-stands beside it, and in seed<k>.eval.csv the evaluations of a run with --eval-interval. The curve of a run that has not
-ended has its last step there, as `stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
+Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, its progress.csv. A seed<k>.meta.json
+(command, commit, versions, machine, seconds of the run without its pauses) stands beside it, and in seed<k>.eval.csv
+the evaluations of a run with --eval-interval. The curve of a run that has not ended has its last step there, as
+`stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
 """
 
 import re
@@ -41,8 +40,9 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     run that is not to be collected unfinished, or that differs in settings from seeds there."""
     args, meta, _, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
-        steps = f"{meta['stopped_at']} of {args['total_timesteps']} steps"
-        raise InputError(f"{run_dir} has made {steps}: let it end first")
+        raise InputError(
+            f"{run_dir} has made {meta['stopped_at']} of {args['total_timesteps']} steps: let it end first"
+        )
     names = (f"{args['distribution_mode']}-{args['num_levels'] or 'all'}", args["exp_name"], args["env_id"])
     folder = results.joinpath(*map(folder_name, names))
     curves.check_files(*folder.glob("*"))
@@ -77,17 +77,15 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow
-        had = {name: int(rows) for name, rows in checkpoint["run"]["rows"].items()}
+        at, had = checkpoint["step"], {name: int(rows) for name, rows in checkpoint["run"]["rows"].items()}
     except (InputError, LookupError, AttributeError, TypeError, ValueError):  # none, or one of an older version
-        had = {}
+        at, had = 0, {}
     logs = {}
     for name in ("progress.csv", "eval.csv") if args.get("eval_interval") else ("progress.csv",):
         logs[name] = curves.read_text(run_dir / name)
-        steps = re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE)
-        rows = sum(int(step) <= checkpoint["step"] for step in steps) if name in had else 0
+        rows = sum(int(step) <= at for step in re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE))
         if rows < had.get(name, 0):
-            words = f"{rows} up to step {checkpoint['step']:,}, its checkpoint counts {had[name]}"
-            raise InputError(f"{run_dir / name} has lost rows: it has {words}")
+            raise InputError(f"{run_dir / name} has {rows} rows up to step {at:,} where its checkpoint has {had[name]}")
     curve = curves.read(run_dir / "progress.csv", logs["progress.csv"])
     meta |= {"seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
     if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row
@@ -100,14 +98,11 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
 
 
 def same_settings(command: str, steps: bool = True) -> set[str]:
-    """The script and the flags of a command that the runs of a folder must share: all flags but the seed and what a
-    resumed run may change. (The number of steps may be raised later, but here it is one for all if `steps` count.)"""
-    ignored, shared = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if steps else set()), set()
-    for flag in re.split(" +(?=--)", command.strip()):
-        name = flag.split(" ")[0]
-        if name[2:].replace("-", "_").removeprefix("no_") not in ignored:
-            shared.add(name if name == "--init-from" else flag)  # each seed may have a model of its own
-    return shared
+    """What the commands of a folder's runs must share: the script, and all flags but the seed, the model to start from,
+    and what a resumed run may change (there the number of steps may be raised; here it is one for all, if `steps`)."""
+    ignored = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if steps else set())
+    flags = {re.sub("^--init-from .*", "--init-from", flag) for flag in re.split(" +(?=--)", command.strip())}
+    return {flag for flag in flags if flag.split(" ")[0][2:].replace("-", "_").removeprefix("no_") not in ignored}
 
 
 @dataclass

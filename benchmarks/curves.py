@@ -2,9 +2,8 @@
 
 import csv
 import math
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError
 
 warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)  # SciPy's, of runs with the same return
@@ -40,12 +38,9 @@ def check_files(*paths: Path) -> None:
 def read_text(path: Path) -> str:
     """Raises InputError for a file that cannot be read, or holds no text."""
     try:
-        text = path.read_text()
-        if "\0" in text:
-            raise ValueError("it holds NUL bytes")
+        return path.read_text()
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error})") from error
-    return text
 
 
 def read(path: Path, text: str = "") -> Curve:
@@ -59,11 +54,8 @@ def read_evaluations(path: Path, text: str = "") -> list[list[float]]:
 
 
 def read_columns(path: Path, text: str, what: str, columns: Sequence[str], **only: str) -> list[list[float]]:
-    """The steps and some columns of a CSV of `what`, of the rows with the values of `only`.
-
-    Raises InputError for a file that cannot be read, lacks one of these columns, has no such row, or steps that do not
-    rise from row to row.
-    """
+    """The steps and some columns of a CSV of `what`, of the rows with the values of `only`. Raises InputError for a
+    file that cannot be read, lacks one of these columns, has no such row, or steps that do not rise."""
     lines = (text or read_text(path)).splitlines()
     if len(lines) < 2:
         raise InputError(f"{path} has no rows")
@@ -79,20 +71,12 @@ def read_columns(path: Path, text: str, what: str, columns: Sequence[str], **onl
 
 
 def score(curve: Curve, end: int, window: int) -> float:
-    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none.
-
-    Of a row that is partly in there its episodes count in part: left out, they would move the window by half a row.
-    """
+    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none. Of a row that
+    is partly in there its episodes count in part: left out, they would move the window by half a row."""
     ends, episodes, returns = np.array(curve.steps), np.array(curve.episodes), np.nan_to_num(curve.returns)
     starts = np.append(0, ends[:-1])
     weights = episodes * (np.minimum(ends, end) - np.maximum(starts, end - window)).clip(0) / (ends - starts)
     return float(weights @ returns / weights.sum()) if weights.any() else math.nan
-
-
-def scores(runs: Iterable[Curve], end: int, window: int) -> list[float]:
-    """A score for each run that has got so far and has finished episodes there."""
-    values = [score(run, end, window) for run in runs if run.steps[-1] >= end]
-    return [value for value in values if not math.isnan(value)]
 
 
 class Reference(NamedTuple):
@@ -111,12 +95,10 @@ class Reference(NamedTuple):
 @cache
 def read_reference(name: str) -> dict[str, Reference]:
     """The published runs in `reference/<name>.csv`, by game."""
-    runs = {}
-    with (REFERENCE / f"{name}.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            curve = runs.setdefault(row["game"], {}).setdefault(row["run"], {})
-            curve[int(row["step"])] = float(row["episodic_return"])
-    games = {}
+    runs, games = {}, {}
+    for row in csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()):
+        curve = runs.setdefault(row["game"], {}).setdefault(row["run"], {})
+        curve[int(row["step"])] = float(row["episodic_return"])
     for game, curves in runs.items():
         steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
         games[game] = Reference(np.array(steps), np.array([[curve[s] for s in steps] for curve in curves.values()]))
@@ -126,9 +108,9 @@ def read_reference(name: str) -> dict[str, Reference]:
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
     """Of the means, with its 95 % t-interval: difference, low, high; the latter NaN for fewer than three runs in all.
     Both sides are taken to vary alike, so a single run has an interval, too."""
-    if len(ours) + len(theirs) < 3:
-        return mean(ours) - mean(theirs), math.nan, math.nan
-    low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
+    low = high = math.nan
+    if len(ours) + len(theirs) >= 3:
+        low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
     return mean(ours) - mean(theirs), float(low), float(high)
 
 
@@ -160,11 +142,9 @@ def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
 def with_interval(
     statistic: Callable[[Sequence[np.ndarray]], np.ndarray], games: Sequence[Sequence[float]]
 ) -> tuple[float, float, float]:
-    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high.
-
-    Runs are drawn again game by game. The interval is NaN where a game has fewer than five runs: with two or three it
-    would hold the true mean in only 70 to 80 of 100 cases, with five in some 90.
-    """
+    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high. Runs are
+    drawn again game by game. The interval is NaN where a game has fewer than five runs: with two or three it would hold
+    the true mean in only 70 to 80 of 100 cases, with five in some 90."""
     games = [np.asarray(runs, dtype=float) for runs in games]
     value = float(statistic(games))
     if min(map(len, games)) < 5 or math.isnan(value):

@@ -71,10 +71,6 @@ class Protocol:
         return self.folder.name
 
     @property
-    def mode(self) -> str:
-        return self.name.split("-")[0]
-
-    @property
     def versus(self) -> str:
         return readme.label(self.baseline) if self.baseline else "published"
 
@@ -90,7 +86,7 @@ class Protocol:
 
     def block(self, mark: int) -> int:
         """Steps of the published curves' block that ends at a mark."""
-        block = 524_288 if self.mode == "hard" else 131_072
+        block = 524_288 if self.name.startswith("hard") else 131_072
         return block if mark <= 50 * block else 4 * block
 
     def window(self, mark: int) -> int:
@@ -103,7 +99,9 @@ class Protocol:
 
     def scores(self, algorithm: str, game: str, mark: int) -> list[float]:
         runs = self.runs.get(algorithm, {}).get(game, {})
-        return curves.scores((curve for _, curve in sorted(runs.items())), mark, self.window(mark))
+        reached = [curve for _, curve in sorted(runs.items()) if curve.steps[-1] >= mark]
+        scores = [curves.score(curve, mark, self.window(mark)) for curve in reached]
+        return [score for score in scores if not math.isnan(score)]
 
     def others(self, algorithm: str, game: str, mark: int) -> list[float]:
         """The scores that an algorithm's are held against."""
@@ -136,13 +134,13 @@ class Protocol:
     def normalised(self, algorithm: str, mark: str) -> tuple[list[list[float]], list[list[float]]]:
         """Normalised scores of the runs that have got so far, game by game, and of the others on these games: none if
         one of the games lacks them."""
-        ours, theirs = [], []
-        for game in sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys()):
+        ours, theirs, mode = [], [], self.name.split("-")[0]
+        for game in sorted(RETURN_RANGES.get(mode, {}).keys() & self.runs[algorithm].keys()):
             steps = MARKS.get(mark) or max(self.marks(algorithm, game).values())
             scores, others = self.scores(algorithm, game, steps), self.others(algorithm, game, steps)
             if scores and (others or not self.baseline):
-                ours.append([normalized(score, game, self.mode) for score in scores])
-                theirs.append([normalized(score, game, self.mode) for score in others])
+                ours.append([normalized(score, game, mode) for score in scores])
+                theirs.append([normalized(score, game, mode) for score in others])
         return ours, theirs if all(theirs) else []
 
 
@@ -201,11 +199,6 @@ def verdict(ours: list[float], others: list[float]) -> tuple[str, str, str]:
     return f"{middle:+.2f}", between, words(low, high, mean(others), min(len(ours), len(others)))
 
 
-def listed(scores: list[float], own: bool) -> str:
-    text = ", ".join(f"{score:.2f}" for score in scores) or "-"
-    return f"{mean(scores):.2f} (n = {len(scores)}: {text})" if own and scores else text
-
-
 def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, the others, difference, interval, verdict."""
     columns = ["run", "mark", "ours, by seed", protocol.versus, "difference", "95 % interval", "verdict"]
@@ -215,7 +208,10 @@ def verdict_table(protocol: Protocol) -> list[str]:
             ours, others = protocol.scores(algorithm, game, steps), protocol.others(algorithm, game, steps)
             if ours:
                 alone = alone or (protocol.out and {1} < {len(ours), len(others)} - {0})
-                texts = [listed(scores, bool(protocol.out)) for scores in (ours, others)]
+                texts = []
+                for scores in (ours, others):
+                    text = ", ".join(f"{score:.2f}" for score in scores) or "-"
+                    texts.append(f"{mean(scores):.2f} (n = {len(scores)}: {text})" if protocol.out and scores else text)
                 rows.append([run, mark, *texts, *verdict(ours, others)])
     caption = ["", "The interval takes a single run to vary as the runs that it is compared with."] if alone else []
     return readme.markdown(columns, rows) + caption
@@ -228,13 +224,13 @@ def states(protocol: Protocol) -> list[str]:
         ((mark, steps),) = protocol.marks(algorithm, game).items()
         for seed, curve in sorted(protocol.runs[algorithm][game].items()):
             stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
-            text = f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
-            remarks = [text] if stopped else []
-            if not curves.scores([curve], steps, protocol.window(steps)):
-                remarks = [text, f"without an episode in the {protocol.window(steps):,} steps before {mark}"]
+            remarks = [f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"]
+            if curve.steps[-1] < steps or math.isnan(curves.score(curve, steps, protocol.window(steps))):
+                remarks.append(f"without an episode in the {protocol.window(steps):,} steps before {mark}")
             if len(curve.steps) < FEWEST:
-                remarks = [*(remarks or [text]), f"its line in the figure is made of {len(curve.steps)} rows"]
-            lines += [f"- {run}, seed {seed}: {', '.join(remarks)}"] if remarks else []
+                remarks.append(f"with {len(curve.steps)} rows, which are too few for a curve")
+            if stopped or remarks[1:]:
+                lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
     return lines or ["All runs have finished."]
 
 
@@ -270,15 +266,13 @@ def summary_table(protocol: Protocol) -> list[str]:
     algorithms, columns, rows = ("ppo", "impala-appo", "ppg"), ["game"], []
     for mark in ("1M", "2M"):
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
-    for game in protocol.games:
-        if any(game not in protocol.runs[algorithm] for algorithm in algorithms):
-            continue  # the figure has it
+    for game in set.intersection(*(set(protocol.runs[algorithm]) for algorithm in algorithms)):
         row = [game]
         for steps in (MARKS["1M"], MARKS["2M"]):
             row.append(cell(protocol.others("", game, steps)))
             row += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
         rows.append(row)
-    return readme.markdown(columns, rows)
+    return readme.markdown(columns, sorted(rows))
 
 
 def interval(statistic: Callable, games: list[list[float]]) -> str:
@@ -316,10 +310,9 @@ def aggregate_table(protocol: Protocol) -> list[str]:
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, list[list[float]]]:
     """By seed, steps, returns and standard errors of the stochastic policy's evaluations. None of a run on several
     games: training has most episodes of the game with the shortest, evaluations as many of each."""
-    found = {}
+    folder, found = protocol.folder / algorithm / game, {}
     for seed in sorted(protocol.runs[algorithm][game]):
-        path = protocol.folder / algorithm / game / f"seed{seed}.eval.csv"
-        if path.exists() and "," not in game:
+        if "," not in game and (path := folder / f"seed{seed}.eval.csv").exists():
             found[seed] = curves.read_evaluations(path)
     return found
 
@@ -373,8 +366,8 @@ def commands(protocol: Protocol) -> list[str]:
         commits.setdefault(command, {})[commit] = None
     lines = []
     for command, games in runs.items():
-        texts = [f"{game} {' '.join(seeds)}" for game, seeds in games.items()]
-        lines += [f"# {', '.join(texts)} (made at {', '.join(commits[command])})", command]
+        texts = ", ".join(f"{game} {' '.join(seeds)}" for game, seeds in games.items())
+        lines += [f"# {texts} (made at {', '.join(commits[command])})", command]
     return [readme.one_line(line) for line in lines]
 
 
@@ -397,16 +390,15 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
         longest, (published, name) = 0, protocol.published("")
         references = {name: (published, {"color": "0.5"})}
         if protocol.name in TEST:
-            held_out = {"color": "0.5", "linestyle": "--"}
-            references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), held_out)
+            references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), {"color": "0.5", "ls": "--"})
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
             runs, colour = list(protocol.runs[algorithm][game].values()), readme.colour(algorithm, protocol.runs)
             last = max(curve.steps[-1] for curve in runs)
             longest, window = max(longest, last), protocol.window(last)
-            ends = range(max(window // 4, 1), last + 1, max(window // 4, 1))
+            ends = np.arange(max(window // 4, 1), last + 1, max(window // 4, 1))
             values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
-            values[[[end > curve.steps[-1] for end in ends] for curve in runs]] = math.nan
-            draw(axis, np.array(ends), values, color=colour, label=readme.label(algorithm))
+            values[ends > np.array([curve.steps[-1:] for curve in runs])] = math.nan
+            draw(axis, ends, values, color=colour, label=readme.label(algorithm))
             label = f"{readme.label(algorithm)}, held-out"
             for steps, returns, _ in evaluations_of(protocol, algorithm, game).values():
                 axis.plot(steps, returns, "--", color=colour, lw=1, label=label)
@@ -441,11 +433,9 @@ def report(protocol: Protocol, baseline: str = "") -> str:
         compared = replace(protocol, baseline=baseline)
         parts += [notes(compared), verdict_table(compared), aggregate_table(compared)]
         shown = {game for _, game, _ in compared.tasks}
-    published = any(game in protocol.published(name)[0] for name, game, _ in protocol.tasks)
-    if published or set(protocol.games) - shown:
+    if set(protocol.games) - shown or any(game in protocol.published(name)[0] for name, game, _ in protocol.tasks):
         parts += [verdict_table(protocol), aggregate_table(protocol)]
-    parts.append(gap_table(protocol))
-    parts.append([f"![Return against environment steps]({picture.relative_to(root).as_posix()})"])
+    parts += [gap_table(protocol), [f"![Return against environment steps]({picture.relative_to(root).as_posix()})"]]
     parts.append(["```bash", *commands(protocol), "```"])
     text = "\n\n".join("\n".join(part) for part in parts if part)
     return f"### {protocol.name}\n\n{text}\n"
@@ -477,11 +467,9 @@ def main(args: Args) -> None:
         names = sorted({name for protocol in protocols for name in protocol.runs})
         if args.baseline and (args.baseline not in names or len(names) == 1):
             raise InputError(f"--baseline {args.baseline}: name one of several. The runs are of {', '.join(names)}.")
-        reasons = [f"- {readme.one_line(reason)}\n" for reason in left_out]
-        parts = ["Left out:\n\n" + "".join(reasons)] if reasons else []
+        parts = ["Left out:\n\n" + "".join(f"- {readme.one_line(reason)}\n" for reason in left_out)] if left_out else []
         for protocol in protocols:
-            own = replace(protocol, out=args.out / protocol.name, mark=args.mark)
-            parts.append(report(own, args.baseline))
+            parts.append(report(replace(protocol, out=args.out / protocol.name, mark=args.mark), args.baseline))
     (args.out / "report.md").write_text("\n".join(parts))
     print("\n".join(parts))
 

@@ -43,9 +43,8 @@ import torch
 import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
-import readme
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import readme
 from common import InputError
 from common.device import resolve_device, resolve_precision
 from common.envs import Envs
@@ -141,14 +140,13 @@ def matmul_rate(device: Any, dtype: Any) -> float:
 
 
 def synchronize(device: Any) -> None:
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     """Multiplications and additions for one frame: in a forward pass, and in a forward and a backward pass."""
-    space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-    agent = script.Agent(space, gym.spaces.Discrete(15), args)
+    agent = script.Agent(gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15), args)
     with FlopCounterMode(display=False) as counter:  # not accelerated: the counter does not know our kernels
         features = agent.encode(agent.encoder, torch.zeros(1, 64, 64, 3, dtype=torch.uint8))
         outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
@@ -163,8 +161,7 @@ def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = No
     def clocked(*args, **kwargs):
         start = time.perf_counter()
         result = function(*args, **kwargs)
-        if device is not None:
-            synchronize(device)
+        synchronize(device)
         seconds[phase] += time.perf_counter() - start
         return result
 
@@ -287,13 +284,6 @@ def column(rows: list[dict[str, str]], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row[name] != ""]
 
 
-def ratios(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
-    """Steps per second of `rows` over those of `others`, measured in the same round."""
-    theirs = {row["repeat"]: float(row["steps_per_second"]) for row in others}
-    both = [float(row["steps_per_second"]) / theirs[row["repeat"]] for row in rows if row["repeat"] in theirs]
-    return spread(both, 2) if both else "-"
-
-
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown: a row for each algorithm and configuration; medians, and minimum and maximum in brackets."""
     groups, cells = defaultdict(list), []
@@ -302,7 +292,12 @@ def table(rows: list[dict[str, str]]) -> str:
     for algorithm, configuration in [key[:2] for key in groups if not key[2]]:
         group, peaks = groups[algorithm, configuration, ""], groups.get((algorithm, configuration, "memory"), [])
         row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
-        row += [ratios(group, groups.get((algorithm, other, ""), [])) for other in ("plain", "plain+malloc")]
+        for other in ("plain", "plain+malloc"):  # in the same round
+            others = groups.get((algorithm, other, ""), [])
+            theirs = {each["repeat"]: float(each["steps_per_second"]) for each in others}
+            both = [(float(each["steps_per_second"]), theirs.get(each["repeat"])) for each in group]
+            ratios = [mine / other for mine, other in both if other]
+            row.append(spread(ratios, 2) if ratios else "-")
         row += [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
         shares = [column(group, f"{part}share_of_matmul") for part in ("learn_", "aux_", "")]
         row.append(", ".join(f"{statistics.median(share):.0%}" if share else "-" for share in shares))
@@ -325,8 +320,7 @@ def main(args: Args) -> None:
             run_all(args, file)
     if not path.exists():
         raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
     meta = read_json(path.with_suffix(".meta.json"))
     origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"

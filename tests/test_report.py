@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from statistics import mean
@@ -18,7 +19,10 @@ import ppo
 import readme
 import report
 from common import InputError
+from common.checkpoint import FORMAT, write_archive
 from common.evaluation import RETURN_RANGES
+from common.run import write_json
+from common.settings import read_json
 from helpers import small_args
 
 
@@ -105,6 +109,7 @@ def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settin
     args |= {"total_timesteps": steps} | settings
     command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
     meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 3, "finished": "2026-11-28T05:10:03Z"}
+    meta["script_sha256"] = name.removesuffix("-copy")
     (run_dir / "args.json").write_text(json.dumps(args))
     (run_dir / "meta.json").write_text(json.dumps(meta))
     return run_dir
@@ -155,6 +160,56 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
         made(*runs.iterdir(), baseline="pp")
     names = ["ppo", "ppg", *"abcdefg"]
     assert len({readme.colour(name, names) for name in names}) == len(names)
+
+
+def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
+    """Other flags are named, and a copy of the baseline's script. Where nothing is published one table is enough."""
+    for name, flags in (("ppo", 4), ("ppo-copy", 4), ("idea", "8 --gamma 0.9")):
+        for seed in (1, 2) if name == "ppo" else (1,):
+            write_run(tmp_path / "runs", name, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
+    last = write_run(tmp_path / "runs", "a|b\n<!-- x -->", "CartPole-v1", 1, 7.0, exp_name="../../<img>|\n$\\frac$")
+    (last / "progress.csv").write_text("step,seconds,episodes,episodic_return\n16,1,1,5\n")
+    text, _ = made(*(tmp_path / "runs").iterdir(), baseline="ppo")
+    assert "\n- idea has --gamma 0.9 --num-envs 8 where PPO has --num-envs 4: CartPole-v1\n" in text
+    assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
+    assert "at step 16, with 1 rows, which are too few for a curve\n" in text
+    assert text.count("The interval takes a single run to vary as") == 1
+    assert "published" not in text
+    assert "<" not in text
+    assert len(table_rows(text, "..-..--img")[0]) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        *((name, None, "is not a regular file") for name in ("args.json", "meta.json", "progress.csv", "eval.csv")),
+        *(("args.json", {key: "../x"}, f"has a {key} that") for key in ("seed", "num_levels", "total_timesteps")),
+        ("args.json", {"exp_name": ["x"]}, "has a exp_name that"),
+        *(
+            ("progress.csv", rows, "no CSV of a learning")
+            for rows in ("5,1,1,1\n5,1,1,1", "9" * 30 + ",1,1,5", "1,1,\0,5")
+        ),
+        ("eval.csv", "64,1,stochastic,1", "is no CSV of evaluations"),
+        ("checkpoints/000000163840.pt", {"progress.csv": 17}, "progress.csv has 16 rows up to step 163,840 .* has 17"),
+        ("checkpoints/000000163840.pt", {"eval.csv": 2}, "eval.csv has 1 rows up to step 163,840 .* has 2"),
+    ],
+)
+def test_damaged_run_folders_are_named(tmp_path, made, name, content, words):
+    write_run(tmp_path / "runs", "ppo", "maze", 1, 5.0)
+    bad = write_run(tmp_path / "runs", "ppo", "maze", 2, 5.0, steps=163_840, eval_interval=64)
+    (bad / "eval.csv").write_text("step,policy,episodic_return,standard_error\n64,stochastic,1,1\n")
+    (bad / "checkpoints").mkdir()
+    if content is None:
+        (bad / name).unlink()
+        os.mkfifo(bad / name)
+    elif name == "args.json":
+        write_json(bad / name, read_json(bad / name) | content)
+    elif isinstance(content, dict):
+        head = {"format": FORMAT, "script": "ppo.py", "args": {}, "step": 163_840, "ranks": []}
+        write_archive(bad / name, head | {"run": {"rows": content}})
+    else:
+        (bad / name).write_text((bad / name).read_text().partition("\n")[0] + f"\n{content}\n")
+    assert re.search(f"\n- {bad}.*{words}", made(*sorted((tmp_path / "runs").iterdir()))[0])
 
 
 def test_runs_that_are_left_out_are_named(tmp_path, made):
