@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 from scipy import stats
+from torch.utils.tensorboard import SummaryWriter
 
 import collect
 import convert
@@ -21,8 +22,6 @@ import report
 from common import InputError
 from common.checkpoint import FORMAT, write_archive
 from common.evaluation import RETURN_RANGES
-from common.run import write_json
-from common.settings import read_json
 from helpers import small_args
 
 
@@ -163,53 +162,42 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
 
 
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
-    """Other flags are named, and a copy of the baseline's script. Where nothing is published one table is enough."""
-    for name, flags in (("ppo", 4), ("ppo-copy", 4), ("idea", "8 --gamma 0.9")):
-        for seed in (1, 2) if name == "ppo" else (1,):
-            write_run(tmp_path / "runs", name, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
-    last = write_run(tmp_path / "runs", "a|b\n<!-- x -->", "CartPole-v1", 1, 7.0, exp_name="../../<img>|\n$\\frac$")
+    name = "../../<img>|\n<!-- $\\frac$"
+    for idea, seed, flags in (("ppo", 1, 4), ("ppo", 2, 4), ("ppo-copy", 1, 4), ("idea", 1, "8 --gamma 0.9")):
+        write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
+    last = write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, flags=f" --lr '{name}'", exp_name=name)
     (last / "progress.csv").write_text("step,seconds,episodes,episodic_return\n16,1,1,5\n")
-    text, _ = made(*(tmp_path / "runs").iterdir(), baseline="ppo")
+    text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
     assert "\n- idea has --gamma 0.9 --num-envs 8 where PPO has --num-envs 4: CartPole-v1\n" in text
     assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
     assert "at step 16, with 1 rows, which are too few for a curve\n" in text
-    assert text.count("The interval takes a single run to vary as") == 1
-    assert "published" not in text
+    assert text.count("The interval takes a single run to vary as") == 1  # and nothing is published
     assert "<" not in text
     assert len(table_rows(text, "..-..--img")[0]) == 7
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        *((name, None, "is not a regular file") for name in ("args.json", "meta.json", "progress.csv", "eval.csv")),
-        *(("args.json", {key: "../x"}, f"has a {key} that") for key in ("seed", "num_levels", "total_timesteps")),
-        ("args.json", {"exp_name": ["x"]}, "has a exp_name that"),
-        *(
-            ("progress.csv", rows, "no CSV of a learning")
-            for rows in ("5,1,1,1\n5,1,1,1", "9" * 30 + ",1,1,5", "1,1,\0,5")
-        ),
-        ("eval.csv", "64,1,stochastic,1", "is no CSV of evaluations"),
-        ("checkpoints/000000163840.pt", {"progress.csv": 17}, "progress.csv has 16 rows up to step 163,840 .* has 17"),
-        ("checkpoints/000000163840.pt", {"eval.csv": 2}, "eval.csv has 1 rows up to step 163,840 .* has 2"),
-    ],
-)
-def test_damaged_run_folders_are_named(tmp_path, made, name, content, words):
-    write_run(tmp_path / "runs", "ppo", "maze", 1, 5.0)
-    bad = write_run(tmp_path / "runs", "ppo", "maze", 2, 5.0, steps=163_840, eval_interval=64)
-    (bad / "eval.csv").write_text("step,policy,episodic_return,standard_error\n64,stochastic,1,1\n")
-    (bad / "checkpoints").mkdir()
-    if content is None:
-        (bad / name).unlink()
-        os.mkfifo(bad / name)
-    elif name == "args.json":
-        write_json(bad / name, read_json(bad / name) | content)
-    elif isinstance(content, dict):
-        head = {"format": FORMAT, "script": "ppo.py", "args": {}, "step": 163_840, "ranks": []}
-        write_archive(bad / name, head | {"run": {"rows": content}})
-    else:
-        (bad / name).write_text((bad / name).read_text().partition("\n")[0] + f"\n{content}\n")
-    assert re.search(f"\n- {bad}.*{words}", made(*sorted((tmp_path / "runs").iterdir()))[0])
+def test_damaged_run_folders_are_named(tmp_path, made):
+    run_dirs, reasons, eval_csv = [write_run(tmp_path, "ppo", "maze", 1, 5.0)], [], "64,1,1,stochastic\n"
+    content = {"format": FORMAT, "script": "", "args": {}, "step": 163_840, "ranks": []}
+    content["run"] = {"rows": {"progress.csv": 16, "eval.csv": 1}}
+    for name, old, new, words in (
+        ("args.json", '"seed": 2', '"seed": "../../x"', "has a seed that no script has"),
+        ("progress.csv", "\n10240,", "\n40960,", "is no CSV of a learning curve"),
+        ("progress.csv", "\n10240,20.5,10,5.0,0", "", "has 15 rows up to step 163,840 where its checkpoint has 16"),
+        ("eval.csv", "64,1,", "64,\0,", "is no CSV of evaluations"),
+        ("eval.csv", eval_csv, "", "has 0 rows up to step 163,840 where its checkpoint has 1"),
+        ("eval.csv", "", "", "pipe is not a regular file"),
+    ):
+        bad = write_run(tmp_path, "ppo", "maze", 2, 5.0, steps=163_840, eval_interval=64)
+        (bad / "checkpoints").mkdir()
+        write_archive(bad / "checkpoints" / "000000163840.pt", content)
+        (bad / "eval.csv").write_text(f"step,episodic_return,standard_error,policy\n{eval_csv}")
+        (bad / name).write_text((bad / name).read_text().replace(old, new))
+        run_dirs.append(bad)
+        reasons.append(f"\n- {bad}.*{words}")
+    os.mkfifo(bad / "pipe")
+    text, _ = made(*run_dirs)
+    assert [reason for reason in reasons if not re.search(reason, text)] == []
 
 
 def test_runs_that_are_left_out_are_named(tmp_path, made):
@@ -272,10 +260,13 @@ def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
         assert f"-->\n{tables[collect.RESULTS / f'{name}.md']}<!-- end of " in shipped[1]
 
 
-def test_event_files_become_a_curve(tmp_path):
-    """A run's own event files hold every episode: they give its progress.csv again."""
+def test_event_files_become_a_curve(tmp_path, capsys):
+    """A run's own event files hold every episode: they give its progress.csv again. A cut end is named."""
     run_dir = ppo.main(small_args(ppo, tmp_path / "runs", {"num_steps": 64, "total_timesteps": 1024}))
+    with next(run_dir.glob("*tfevents*")).open("ab") as events:
+        events.write(b"cut")
     convert.main(convert.Args(run_dir, tmp_path / "curve.csv", every=256))
+    assert f"warning: {events.name} has truncated record" in capsys.readouterr().err
     mine, theirs = (curves.read(path) for path in (tmp_path / "curve.csv", run_dir / "progress.csv"))
     assert mine.steps[:-1] == theirs.steps[:-1]
     assert theirs.steps[-1] - 256 < mine.steps[-1] <= theirs.steps[-1]  # that of the last episode
@@ -287,9 +278,14 @@ def test_event_files_become_a_curve(tmp_path):
 def test_what_cannot_be_converted(tmp_path):
     (tmp_path / "some.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with SummaryWriter(str(tmp_path / "far")) as writer:
+        writer.add_scalar(convert.EPISODE, 1.0, 10**12)
     for source, target, words in (
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
+        ("pipe", "x.csv", "not a regular file"),
+        ("far", "x.csv", "step 1,000,000,000,000, too far for rows"),
         ("empty", "some.csv", "remove it first"),
     ):
         with pytest.raises(InputError, match=words):
