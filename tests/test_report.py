@@ -100,9 +100,8 @@ def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settin
     run_dir = runs / f"{game}__{name}__{seed}__{len(list(runs.glob('*')))}"
     run_dir.mkdir(parents=True)
     row = min(16_384, steps // 16 or 1)
-    header = "step,seconds,episodes,episodic_return,last_100_return"
-    rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0" for end in range(row, steps + 1, row)]
-    (run_dir / "progress.csv").write_text("\n".join([header, *rows, ""]))
+    rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0\n" for end in range(row, steps + 1, row)]
+    (run_dir / "progress.csv").write_text("step,seconds,episodes,episodic_return,last_100_return\n" + "".join(rows))
     args = {"exp_name": name, "env_id": game, "seed": seed, "num_levels": 0, "distribution_mode": "easy"}
     args |= {"total_timesteps": steps} | settings
     command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
@@ -161,21 +160,19 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
 
 
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
-    name = "../../<img>|\n<!-- $\\frac$"
     for idea, seed, flags in (("ppo", 1, 4), ("ppo", 2, 4), ("ppo-copy", 1, 4), ("idea", 1, "8 --gamma 0.9")):
         write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
-    last = write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 16, f" --lr '{name}'", exp_name=name) / "progress.csv"
-    last.write_text("step,seconds,episodes,episodic_return\n16,1,1,5\n")
+    write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 2, " --lr '<\n'", exp_name="../../<!-- x -->|\n$\\frac$")
     text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
     assert "\n- idea has --gamma 0.9 --num-envs 8 where PPO has --num-envs 4: CartPole-v1\n" in text
     assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
-    assert "- CartPole-v1, seed 1: finished at step 16, with 1 rows, which are too few for a curve\n" in text
+    assert "- CartPole-v1, seed 1: finished at step 2, with 2 rows, which are too few for a curve\n" in text
     assert text.count("The interval takes a single run to vary as") == 1  # and nothing is published
     assert "<" not in text
-    assert len(table_rows(text, "..-..--img")[0]) == 7
+    assert len(table_rows(text, "..-..-----")[0]) == 7
 
 
-def test_damaged_run_folders_are_named(tmp_path, made):
+def test_damaged_files_are_named(tmp_path, made):
     content, reasons = {"format": FORMAT, "script": "", "args": {}, "step": 163_840, "ranks": []}, {}
     content["run"] = {"rows": {"progress.csv": 16, "eval.csv": 1}}
     for name, old, new, words in (
@@ -195,6 +192,15 @@ def test_damaged_run_folders_are_named(tmp_path, made):
     os.mkfifo(bad / "pipe")
     text, _ = made(write_run(tmp_path, "ppo", "maze", 1, 5.0), *reasons)
     assert [bad for bad, words in reasons.items() if not re.search(f"\n- {bad}.*{words}", text)] == []
+    curve = collect.collect(write_run(tmp_path / "runs", "ppo", "coinrun", 1, 7.0), tmp_path / "results")
+    for name, words, text in (
+        ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
+        ("seed1.eval.csv", "is no CSV of evaluations", "step,policy,episodic_return\n64,stochastic,1\n"),
+        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
+    ):
+        curve.with_name(name).write_text(text)
+        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
+            made(results=tmp_path / "results")
 
 
 def test_runs_that_are_left_out_are_named(tmp_path, made):
@@ -226,18 +232,6 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
     with pytest.raises(InputError, match=r"6 of 9 runs are not collected: .*no run folder.*let it end first"):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))
     assert "5.50 (n = 2: 5.00, 6.00)" in made(results=tmp_path / "results")[0]
-
-
-def test_damaged_files_are_named(tmp_path, made):
-    curve = collect.collect(write_run(tmp_path / "runs", "ppo", "coinrun", 1, 7.0), tmp_path / "results")
-    for name, words, text in (
-        ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
-        ("seed1.eval.csv", "is no CSV of evaluations", "step,policy,episodic_return\n64,stochastic,1\n"),
-        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
-    ):
-        curve.with_name(name).write_text(text)
-        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-            made(results=tmp_path / "results")
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
