@@ -9,8 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.text import Text
 
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-plt.rcParams |= {"figure.constrained_layout.use": True, "text.parse_math": False}  # a $ in a name is a $
-plt.rcParams["pdf.fonttype"] = 42  # fonts that journals accept
+plt.rcParams |= {"figure.constrained_layout.use": True, "pdf.fonttype": 42}  # fonts that journals accept
 
 
 def save(figure: plt.Figure, *paths: Path) -> None:
@@ -22,5 +21,6 @@ def save(figure: plt.Figure, *paths: Path) -> None:
     for text in figure.findobj(Text):
         text.set_fontsize(6 * width / 3.3)
     for path in paths:
-        figure.savefig(path, dpi=200, metadata={"Software": None} if path.suffix == ".png" else None)  # the same bytes
+        metadata = {"Software": None} if path.suffix == ".png" else None  # a PNG has the same bytes each time
+        figure.savefig(path, dpi=200, metadata=metadata)
     plt.close(figure)
