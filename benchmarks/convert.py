@@ -6,7 +6,6 @@ The CSV has columns of a run's progress.csv, a row for each --every steps: step,
 episodes that ended in them, mean return of the last 100.
 """
 
-import csv
 import sys
 from bisect import bisect_right
 from collections import deque
@@ -16,8 +15,11 @@ from statistics import mean
 
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import curves
 from common import InputError
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
@@ -35,15 +37,31 @@ class Args:
     """environment steps of a row of the CSV"""
 
 
-def from_events(source: Path, every: int) -> list[list[str]]:
-    """The rows of a CSV from the episodes in the event files of folder `source`. Seconds are counted from the first
-    event. The last row may be of fewer steps. Raises InputError for no episodes."""
+def from_events(source: Path, every: int) -> list[str]:
+    """The lines of a CSV from the episodes in the event files of folder `source`. Seconds are counted from the first
+    event. The last row may be of fewer steps. Raises InputError for no episodes, and for damaged files."""
+    curves.check_files(source, *source.glob("*"))
     events = EventAccumulator(str(source), size_guidance={"scalars": 0})  # by default it drops most of them
-    events.Reload()
+    try:
+        for file in [source] if source.is_file() else sorted(source.glob("*tfevents*")):
+            reader = PyRecordReader_New(str(file))
+            try:
+                while True:
+                    reader.GetNext()
+            except DataLossError as error:  # at which TensorBoard would stop without a word
+                print(f"warning: {error.message}: the file counts up to there", file=sys.stderr)
+            except OutOfRangeError:
+                pass
+        events.Reload()
+    except Exception as error:  # whatever foreign bytes drive it to
+        raise InputError(f"{source}: TensorBoard cannot read its event files ({error}).") from error
     if EPISODE not in events.Tags()["scalars"]:
         raise InputError(f"{source} has no event files of TensorBoard's with the tag {EPISODE}.")
     episodes, first = sorted(events.Scalars(EPISODE), key=lambda episode: episode.step), events.FirstEventTimestamp()
-    ends, recent, rows, start = [episode.step for episode in episodes], deque(maxlen=100), [], 0
+    lines, start = ["step,seconds,episodes,episodic_return,last_100_return"], 0
+    ends, recent = [episode.step for episode in episodes], deque(maxlen=100)
+    if ends[-1] > 1_000_000 * every:
+        raise InputError(f"{source} has an episode at step {ends[-1]:,}, too far for rows of --every {every:,} steps.")
     for step in range(every, ends[-1] + every, every):
         stop = bisect_right(ends, step)
         returns = [episode.value for episode in episodes[start:stop]]
@@ -51,24 +69,19 @@ def from_events(source: Path, every: int) -> list[list[str]]:
         seconds = episodes[stop - 1].wall_time - first if stop else 0.0
         last = min(step, ends[-1]) if stop == len(episodes) else step
         texts = [f"{mean(values):.6g}" if values else "nan" for values in (returns, recent)]
-        rows.append([str(last), f"{seconds:.1f}", str(len(returns)), *texts])
+        lines.append(",".join([str(last), f"{seconds:.1f}", str(len(returns)), *texts]))
         start = stop
-    return rows
+    return lines
 
 
 def main(args: Args) -> None:
     check_limits(args)
     if not args.source.exists():
         raise InputError(f"there is no {args.source}.")
-    if args.target.exists():
-        raise InputError(f"{args.target} is there: remove it first, or choose another name.")
-    if not args.target.parent.is_dir():
-        raise InputError(f"{args.target} cannot be written: there is no {args.target.parent}.")
-    rows = from_events(args.source, args.every)
-    with args.target.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "seconds", "episodes", "episodic_return", "last_100_return"])
-        writer.writerows(rows)
+    if args.target.exists() or not args.target.parent.is_dir():
+        raise InputError(f"{args.target} is there, or its folder is not: remove it first, or choose another name.")
+    lines = from_events(args.source, args.every)
+    args.target.write_text("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

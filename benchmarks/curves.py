@@ -2,10 +2,10 @@
 
 import csv
 import math
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError
 
 warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)  # SciPy's, of runs with the same return
@@ -25,49 +24,59 @@ class Curve(NamedTuple):
 
     steps: list[int]  # at the end of the iteration
     seconds: list[float]  # since the start of the run
-    episodes: list[int]  # that ended in the iteration
+    episodes: list[float]  # number of those that ended in the iteration
     returns: list[float]  # their mean return, NaN for none
 
 
-def read(path: Path) -> Curve:
-    """Raises InputError for a file without rows, or of other columns."""
-    columns = {"step": int, "seconds": float, "episodes": int, "episodic_return": float}
-    return Curve(*read_columns(path, "a learning curve", columns))
+def check_files(*paths: Path) -> None:
+    """Raises InputError for a pipe or a device among the paths that are there: reading it could last for ever."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"{path} is not a regular file")
 
 
-def read_columns(
-    path: Path, what: str, columns: dict[str, Callable[[str], float]], only: Sequence[tuple[str, str]] = ()
-) -> list[list[float]]:
-    """Columns of a CSV of `what`, each converted as `columns` says, of the rows with the values of `only`, by column.
-
-    Raises InputError for a file that cannot be read, lacks one of these columns, or has no such row.
-    """
+def read_text(path: Path) -> str:
+    """Raises InputError for a file that cannot be read, or holds no text."""
     try:
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if all(row[name] == text for name, text in only)]
-        values = [[kind(row[name]) for row in rows] for name, kind in columns.items()]
-    except (OSError, KeyError, TypeError, ValueError, csv.Error):
-        rows = []
-    if not rows:
-        raise InputError(f"{path} is no CSV of {what}: copy it from its run again.")
-    return values
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error})") from error
+
+
+def read(path: Path, text: str = "") -> Curve:
+    """Read a curve, or the `text` of its file. Raises InputError as `read_columns`."""
+    return Curve(*read_columns(path, text, "a learning curve", ["seconds", "episodes", "episodic_return"]))
+
+
+def read_evaluations(path: Path, text: str = "") -> list[list[float]]:
+    """Steps, returns and standard errors of the stochastic policy's evaluations on one game. Raises as `read`."""
+    return read_columns(path, text, "evaluations", ["episodic_return", "standard_error"], policy="stochastic")
+
+
+def read_columns(path: Path, text: str, what: str, columns: Sequence[str], **only: str) -> list[list[float]]:
+    """The steps and some columns of a CSV of `what`, of the rows with the values of `only`. Raises InputError for a
+    file that cannot be read, lacks one of these columns, has no such row, or steps that do not rise."""
+    lines = (text or read_text(path)).splitlines()
+    if len(lines) < 2:
+        raise InputError(f"{path} has no rows")
+    try:
+        rows = [row for row in csv.DictReader(lines) if all(row[name] == value for name, value in only.items())]
+        steps = [int(row["step"]) for row in rows]
+        values = [[float(row[name]) for row in rows] for name in columns]
+    except (KeyError, TypeError, ValueError, csv.Error):
+        rows = steps = []
+    if not rows or not all(before < after for before, after in pairwise([0, *steps, 2**53])):
+        raise InputError(f"{path} is no CSV of {what}: steps that rise, and a number each of {', '.join(columns)}")
+    return [steps, *values]
 
 
 def score(curve: Curve, end: int, window: int) -> float:
-    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none.
-
-    Of a row that is partly in there its episodes count in part: left out, they would move the window by half a row.
-    """
+    """The mean return of all episodes that ended in the last `window` steps before `end`; NaN for none. Of a row that
+    is partly in there its episodes count in part: left out, they would move the window by half a row."""
     ends, episodes, returns = np.array(curve.steps), np.array(curve.episodes), np.nan_to_num(curve.returns)
     starts = np.append(0, ends[:-1])
     weights = episodes * (np.minimum(ends, end) - np.maximum(starts, end - window)).clip(0) / (ends - starts)
     return float(weights @ returns / weights.sum()) if weights.any() else math.nan
-
-
-def scores(runs: Iterable[Curve], end: int, window: int) -> list[float]:
-    """A score for each run that has got so far and has finished episodes there."""
-    values = [score(run, end, window) for run in runs if run.steps[-1] >= end]
-    return [value for value in values if not math.isnan(value)]
 
 
 class Reference(NamedTuple):
@@ -86,12 +95,10 @@ class Reference(NamedTuple):
 @cache
 def read_reference(name: str) -> dict[str, Reference]:
     """The published runs in `reference/<name>.csv`, by game."""
-    runs = {}
-    with (REFERENCE / f"{name}.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            curve = runs.setdefault(row["game"], {}).setdefault(row["run"], {})
-            curve[int(row["step"])] = float(row["episodic_return"])
-    games = {}
+    runs, games = {}, {}
+    for row in csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()):
+        curve = runs.setdefault(row["game"], {}).setdefault(row["run"], {})
+        curve[int(row["step"])] = float(row["episodic_return"])
     for game, curves in runs.items():
         steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
         games[game] = Reference(np.array(steps), np.array([[curve[s] for s in steps] for curve in curves.values()]))
@@ -101,9 +108,9 @@ def read_reference(name: str) -> dict[str, Reference]:
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
     """Of the means, with its 95 % t-interval: difference, low, high; the latter NaN for fewer than three runs in all.
     Both sides are taken to vary alike, so a single run has an interval, too."""
-    if len(ours) + len(theirs) < 3:
-        return mean(ours) - mean(theirs), math.nan, math.nan
-    low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
+    low = high = math.nan
+    if len(ours) + len(theirs) >= 3:
+        low, high = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
     return mean(ours) - mean(theirs), float(low), float(high)
 
 
@@ -135,11 +142,9 @@ def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
 def with_interval(
     statistic: Callable[[Sequence[np.ndarray]], np.ndarray], games: Sequence[Sequence[float]]
 ) -> tuple[float, float, float]:
-    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high.
-
-    Runs are drawn again game by game. The interval is NaN where a game has fewer than five runs: with two or three it
-    would hold the true mean in only 70 to 80 of 100 cases, with five in some 90.
-    """
+    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high. Runs are
+    drawn again game by game. The interval is NaN where a game has fewer than five runs: with two or three it would hold
+    the true mean in only 70 to 80 of 100 cases, with five in some 90."""
     games = [np.asarray(runs, dtype=float) for runs in games]
     value = float(statistic(games))
     if min(map(len, games)) < 5 or math.isnan(value):

@@ -3,11 +3,9 @@
 Such a part stands between `<!-- name -->` and `<!-- end of name -->`.
 """
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError
 from common.run import ROOT
 
@@ -22,14 +20,19 @@ def label(algorithm: str) -> str:
     return LABELS.get(algorithm, algorithm)
 
 
+def one_line(text: str) -> str:
+    """Text that ends no line of Markdown and begins no HTML."""
+    return " ".join(text.split()).replace("<", "&lt;")
+
+
 def colour(algorithm: str, others: Iterable[str]) -> str:
     """The colour of its curves in all reports. Without a label, one that `others`, drawn beside it, leave over."""
     labels = [*LABELS]
     if algorithm in labels:
         return f"C{labels.index(algorithm)}"
     taken = {7, *(labels.index(name) for name in others if name in labels)}  # C7 is grey, as published curves are
-    free = [number for number in range(10) if number not in taken]
     unlabelled = [name for name in others if name not in labels]
+    free = [number for number in range(10) if number not in taken]
     return f"C{free[unlabelled.index(algorithm) % len(free)]}"
 
 
@@ -39,11 +42,10 @@ def fill(documents: Iterable[Path], name: str, text: str) -> None:
     for document in documents:
         before, found, rest = document.read_text().partition(start)
         _, found_end, after = rest.partition(end)
-        if found and found_end:
-            document.write_text(before + start + text + end + after)
+        if found_end:
+            document.write_text(before + found + text + end + after)
             return
-    places = ", ".join(map(str, documents))
-    raise InputError(f"no lines {start.strip()} and {end} are in {places}: add them, for the text to stand between.")
+    raise InputError(f"no lines {start.strip()} and {end} are in {', '.join(map(str, documents))}: add them.")
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:

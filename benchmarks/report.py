@@ -27,10 +27,9 @@ import curves
 import figures
 import readme
 import throughput
-from collect import RESULTS, collect, read_run, same_settings
+from collect import RESULTS, collect, folder_name, read_run, same_settings
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
-from common.procgen_env import PROCGEN_MODES
 from common.session import one_line_errors
 from common.settings import NotNegative, check_limits, read_json
 
@@ -72,10 +71,6 @@ class Protocol:
         return self.folder.name
 
     @property
-    def mode(self) -> str:
-        return self.name.split("-")[0]
-
-    @property
     def versus(self) -> str:
         return readme.label(self.baseline) if self.baseline else "published"
 
@@ -83,9 +78,15 @@ class Protocol:
     def games(self) -> list[str]:
         return sorted({game for games in self.runs.values() for game in games})
 
+    @property
+    def tasks(self) -> list[tuple[str, str, str]]:
+        """Each algorithm but the baseline with each of its games, and what tables call the two."""
+        pairs = [(name, game) for name in self.runs if name != self.baseline for game in sorted(self.runs[name])]
+        return [(name, game, f"{readme.label(name)} {game}") for name, game in pairs]
+
     def block(self, mark: int) -> int:
         """Steps of the published curves' block that ends at a mark."""
-        block = 524_288 if self.mode == "hard" else 131_072
+        block = 524_288 if self.name.startswith("hard") else 131_072
         return block if mark <= 50 * block else 4 * block
 
     def window(self, mark: int) -> int:
@@ -98,7 +99,9 @@ class Protocol:
 
     def scores(self, algorithm: str, game: str, mark: int) -> list[float]:
         runs = self.runs.get(algorithm, {}).get(game, {})
-        return curves.scores((curve for _, curve in sorted(runs.items())), mark, self.window(mark))
+        reached = [curve for _, curve in sorted(runs.items()) if curve.steps[-1] >= mark]
+        scores = [curves.score(curve, mark, self.window(mark)) for curve in reached]
+        return [score for score in scores if not math.isnan(score)]
 
     def others(self, algorithm: str, game: str, mark: int) -> list[float]:
         """The scores that an algorithm's are held against."""
@@ -131,13 +134,13 @@ class Protocol:
     def normalised(self, algorithm: str, mark: str) -> tuple[list[list[float]], list[list[float]]]:
         """Normalised scores of the runs that have got so far, game by game, and of the others on these games: none if
         one of the games lacks them."""
-        ours, theirs = [], []
-        for game in sorted(RETURN_RANGES.get(self.mode, {}).keys() & self.runs[algorithm].keys()):
+        ours, theirs, mode = [], [], self.name.split("-")[0]
+        for game in sorted(RETURN_RANGES.get(mode, {}).keys() & self.runs[algorithm].keys()):
             steps = MARKS.get(mark) or max(self.marks(algorithm, game).values())
             scores, others = self.scores(algorithm, game, steps), self.others(algorithm, game, steps)
             if scores and (others or not self.baseline):
-                ours.append([normalized(score, game, self.mode) for score in scores])
-                theirs.append([normalized(score, game, self.mode) for score in others])
+                ours.append([normalized(score, game, mode) for score in scores])
+                theirs.append([normalized(score, game, mode) for score in others])
         return ours, theirs if all(theirs) else []
 
 
@@ -145,11 +148,12 @@ def read_protocols(results: Path) -> list[Protocol]:
     """The protocols that have runs; other folders in `results` are passed over. Raises InputError as `curves.read`."""
     protocols = []
     for folder in sorted(results.glob("*-*/"), key=lambda folder: (not folder.name.endswith("-all"), folder.name)):
-        if folder.name.split("-")[0] not in PROCGEN_MODES:
-            continue
         runs = {}
+        curves.check_files(*folder.glob("*/*/*"))
         for path in sorted(folder.glob("*/*/seed*[0-9].csv")):
             algorithm, game = path.parts[-3:-1]
+            if any(folder_name(name) != name for name in path.parts[-4:-1]) or not path.stem[4:].isdecimal():
+                raise InputError(f"{path} has a name that collect.py does not give")
             runs.setdefault(algorithm, {}).setdefault(game, {})[int(path.stem[4:])] = curves.read(path)
         if runs:
             protocols.append(Protocol(folder, runs))
@@ -162,18 +166,17 @@ def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
     found, left_out = [], []
     for run_dir in run_dirs:
         try:
-            _, meta, curve = read_run(run_dir)
-            if not any(curves.read(run_dir / "progress.csv").episodes):
+            _, meta, curve, _ = read_run(run_dir)
+            if not any(curve.episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
-            settings = str([flag for flag in same_settings(meta["command"]) if flag[0] != "--total-timesteps"])
-            found.append((settings, len(curve), run_dir))
-        except InputError as error:
+            found.append((str(sorted(same_settings(meta["command"], steps=False))), curve.steps[-1], run_dir))
+        except (InputError, OSError) as error:
             left_out.append(str(error))
     seeds = Counter(settings for settings, *_ in found)
     for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], run[1]), reverse=True):
         try:
             collect(run_dir, folder, unfinished=True)
-        except InputError as error:
+        except (InputError, OSError) as error:
             left_out.append(str(error))
     return left_out
 
@@ -196,40 +199,60 @@ def verdict(ours: list[float], others: list[float]) -> tuple[str, str, str]:
     return f"{middle:+.2f}", between, words(low, high, mean(others), min(len(ours), len(others)))
 
 
-def listed(scores: list[float], own: bool) -> str:
-    text = ", ".join(f"{score:.2f}" for score in scores) or "-"
-    return f"{mean(scores):.2f} (n = {len(scores)}: {text})" if own and scores else text
-
-
 def verdict_table(protocol: Protocol) -> list[str]:
     """At each mark that a run has reached: ours, the others, difference, interval, verdict."""
     columns = ["run", "mark", "ours, by seed", protocol.versus, "difference", "95 % interval", "verdict"]
-    rows = []
-    for algorithm in [name for name in protocol.runs if name != protocol.baseline]:
-        for game in sorted(protocol.runs[algorithm]):
-            for mark, steps in protocol.marks(algorithm, game).items():
-                ours, others = protocol.scores(algorithm, game, steps), protocol.others(algorithm, game, steps)
-                if ours:
-                    texts = [listed(scores, bool(protocol.out)) for scores in (ours, others)]
-                    rows.append([f"{readme.label(algorithm)} {game}", mark, *texts, *verdict(ours, others)])
-    return readme.markdown(columns, rows)
+    rows, alone = [], False
+    for algorithm, game, run in protocol.tasks:
+        for mark, steps in protocol.marks(algorithm, game).items():
+            ours, others = protocol.scores(algorithm, game, steps), protocol.others(algorithm, game, steps)
+            if ours:
+                alone = alone or (protocol.out and {1} < {len(ours), len(others)} - {0})
+                texts = []
+                for scores in (ours, others):
+                    text = ", ".join(f"{score:.2f}" for score in scores) or "-"
+                    texts.append(f"{mean(scores):.2f} (n = {len(scores)}: {text})" if protocol.out and scores else text)
+                rows.append([run, mark, *texts, *verdict(ours, others)])
+    caption = ["", "The interval takes a single run to vary as the runs that it is compared with."] if alone else []
+    return readme.markdown(columns, rows) + caption
 
 
 def states(protocol: Protocol) -> list[str]:
-    """A line for each of one's own runs that has not finished, or has no score at its mark."""
+    """A line for each of one's own runs that has not finished, has no score at its mark, or a few rows alone."""
     lines = []
-    for algorithm, games in protocol.runs.items():
-        for game, runs in sorted(games.items()):
-            ((mark, steps),) = protocol.marks(algorithm, game).items()
-            for seed, curve in sorted(runs.items()):
-                stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
-                scored = curves.scores([curve], steps, protocol.window(steps))
-                text = f"- {readme.label(algorithm)} {game}, seed {seed}: "
-                text += f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"
-                text += "" if scored else f", without an episode in the {protocol.window(steps):,} steps before {mark}"
-                if stopped or not scored:
-                    lines.append(text)
+    for algorithm, game, run in protocol.tasks:
+        ((mark, steps),) = protocol.marks(algorithm, game).items()
+        for seed, curve in sorted(protocol.runs[algorithm][game].items()):
+            stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
+            remarks = [f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"]
+            if curve.steps[-1] < steps or math.isnan(curves.score(curve, steps, protocol.window(steps))):
+                remarks.append(f"without an episode in the {protocol.window(steps):,} steps before {mark}")
+            if len(curve.steps) < FEWEST:
+                remarks.append(f"with {len(curve.steps)} rows, which are too few for a curve")
+            if stopped or remarks[1:]:
+                lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
     return lines or ["All runs have finished."]
+
+
+def notes(protocol: Protocol) -> list[str]:
+    """Where an algorithm has other flags than the baseline, and where it has the same script with the same flags."""
+    found = {}  # games of each line
+    for algorithm, game, _ in protocol.tasks:
+        folders = [protocol.folder / name / game for name in (algorithm, protocol.baseline)]
+        runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
+        if not runs[1]:
+            continue
+        hashes = [{str(meta.get("script_sha256")) for meta in metas} for metas in runs]
+        named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
+        commands = [re.sub(named, "", str(metas[0].get("command"))) for metas in runs]
+        ours, theirs = (same_settings(command, steps="--anneal-lr" in str(commands)) for command in commands)
+        only = [" ".join(sorted(flags)) or "the defaults" for flags in (ours - theirs, theirs - ours)]
+        line = f"- {readme.label(algorithm)} has {only[0]} where {protocol.versus} has {only[1]}"
+        if ours == theirs:
+            line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
+        if ours != theirs or hashes[0] & hashes[1] - {"None"}:
+            found.setdefault(readme.one_line(line), []).append(game)
+    return [f"{line}: {', '.join(games)}" for line, games in found.items()]
 
 
 def summary_table(protocol: Protocol) -> list[str]:
@@ -243,15 +266,13 @@ def summary_table(protocol: Protocol) -> list[str]:
     algorithms, columns, rows = ("ppo", "impala-appo", "ppg"), ["game"], []
     for mark in ("1M", "2M"):
         columns += [f"published PPO, {mark}", *(f"{readme.label(algorithm)}, {mark}" for algorithm in algorithms)]
-    for game in protocol.games:
-        if any(game not in protocol.runs[algorithm] for algorithm in algorithms):
-            continue  # the figure has it
+    for game in set.intersection(*(set(protocol.runs[algorithm]) for algorithm in algorithms)):
         row = [game]
         for steps in (MARKS["1M"], MARKS["2M"]):
             row.append(cell(protocol.others("", game, steps)))
             row += [cell(protocol.scores(algorithm, game, steps)) for algorithm in algorithms]
         rows.append(row)
-    return readme.markdown(columns, rows)
+    return readme.markdown(columns, sorted(rows))
 
 
 def interval(statistic: Callable, games: list[list[float]]) -> str:
@@ -289,11 +310,10 @@ def aggregate_table(protocol: Protocol) -> list[str]:
 def evaluations_of(protocol: Protocol, algorithm: str, game: str) -> dict[int, list[list[float]]]:
     """By seed, steps, returns and standard errors of the stochastic policy's evaluations. None of a run on several
     games: training has most episodes of the game with the shortest, evaluations as many of each."""
-    columns, found = {"step": int, "episodic_return": float, "standard_error": float}, {}
+    folder, found = protocol.folder / algorithm / game, {}
     for seed in sorted(protocol.runs[algorithm][game]):
-        path = protocol.folder / algorithm / game / f"seed{seed}.eval.csv"
-        if path.exists() and "," not in game:
-            found[seed] = curves.read_columns(path, "evaluations", columns, only=[("policy", "stochastic")])
+        if "," not in game and (path := folder / f"seed{seed}.eval.csv").exists():
+            found[seed] = curves.read_evaluations(path)
     return found
 
 
@@ -312,26 +332,24 @@ def gap_table(protocol: Protocol) -> list[str]:
     columns += ["published: training, held-out", "gap"]
     rows = []
     test = curves.read_reference(TEST[protocol.name]) if protocol.name in TEST else {}
-    for algorithm, games in protocol.runs.items():
-        for game, runs in sorted(games.items()):
-            evaluations = evaluations_of(protocol, algorithm, game)
-            for mark, steps in protocol.marks(algorithm, game).items():
-                window = protocol.window(steps)
-                middles = {seed: at_step(each, steps - window / 2) for seed, each in evaluations.items()}
-                reached = [seed for seed, held_out in middles.items() if held_out and runs[seed].steps[-1] >= steps]
-                scores = [(curves.score(runs[seed], steps, window), *middles[seed]) for seed in reached]
-                if not scores:
-                    continue
-                gaps = [trained - held_out for trained, held_out, _ in scores]
-                low_high = "{:.2f} to {:.2f}".format(*curves.mean_interval(gaps)) if len(gaps) > 1 else "-"
-                mine = ", ".join(f"{trained:.2f}" for trained, _, _ in scores)
-                others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in scores)
-                published = ["-", "-"]
-                if game in test and (train := protocol.others(algorithm, game, steps)):
-                    both = mean(train), mean(test[game].scores(protocol.block_end(steps)))
-                    published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
-                run = f"{readme.label(algorithm)} {game}"
-                rows.append([run, mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
+    for algorithm, game, run in protocol.tasks:
+        evaluations, runs = evaluations_of(protocol, algorithm, game), protocol.runs[algorithm][game]
+        for mark, steps in protocol.marks(algorithm, game).items():
+            window = protocol.window(steps)
+            middles = {seed: at_step(each, steps - window / 2) for seed, each in evaluations.items()}
+            reached = [seed for seed, held_out in middles.items() if held_out and runs[seed].steps[-1] >= steps]
+            scores = [(curves.score(runs[seed], steps, window), *middles[seed]) for seed in reached]
+            if not scores:
+                continue
+            gaps = [trained - held_out for trained, held_out, _ in scores]
+            low_high = "{:.2f} to {:.2f}".format(*curves.mean_interval(gaps)) if len(gaps) > 1 else "-"
+            mine = ", ".join(f"{trained:.2f}" for trained, _, _ in scores)
+            others = ", ".join(f"{held_out:.2f} ± {error:.2f}" for _, held_out, error in scores)
+            published = ["-", "-"]
+            if game in test and (train := protocol.others(algorithm, game, steps)):
+                both = mean(train), mean(test[game].scores(protocol.block_end(steps)))
+                published = ["{:.2f}, {:.2f}".format(*both), f"{both[0] - both[1]:.2f}"]
+            rows.append([run, mark, mine, others, f"{mean(gaps):.2f}", low_high, *published])
     return readme.markdown(columns, rows)
 
 
@@ -340,7 +358,7 @@ def commands(protocol: Protocol) -> list[str]:
     runs, commits = {}, {}  # of each command
     for path in sorted(protocol.folder.glob("*/*/seed*.meta.json")):
         meta = read_json(path)
-        if not meta.keys() >= {"command", "commit", "dirty"}:
+        if not (meta.keys() >= {"commit", "dirty"} and isinstance(meta.get("command"), str)):
             raise InputError(f"{path} does not say how its curve was made: collect it again.")
         command = re.sub(r" --(env-id|seed) \S+", "", meta["command"]) + " --env-id $game --seed $seed"
         runs.setdefault(command, {}).setdefault(path.parent.name, []).append(path.name[4:].split(".")[0])
@@ -348,9 +366,9 @@ def commands(protocol: Protocol) -> list[str]:
         commits.setdefault(command, {})[commit] = None
     lines = []
     for command, games in runs.items():
-        texts = [f"{game} {' '.join(seeds)}" for game, seeds in games.items()]
-        lines += [f"# {', '.join(texts)} (made at {', '.join(commits[command])})", command]
-    return lines
+        texts = ", ".join(f"{game} {' '.join(seeds)}" for game, seeds in games.items())
+        lines += [f"# {texts} (made at {', '.join(commits[command])})", command]
+    return [readme.one_line(line) for line in lines]
 
 
 def draw(axis: figures.plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
@@ -372,16 +390,15 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
         longest, (published, name) = 0, protocol.published("")
         references = {name: (published, {"color": "0.5"})}
         if protocol.name in TEST:
-            held_out = {"color": "0.5", "linestyle": "--"}
-            references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), held_out)
+            references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), {"color": "0.5", "ls": "--"})
         for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
             runs, colour = list(protocol.runs[algorithm][game].values()), readme.colour(algorithm, protocol.runs)
             last = max(curve.steps[-1] for curve in runs)
             longest, window = max(longest, last), protocol.window(last)
-            ends = range(max(window // 4, 1), last + 1, max(window // 4, 1))
+            ends = np.arange(max(window // 4, 1), last + 1, max(window // 4, 1))
             values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
-            values[[[end > curve.steps[-1] for end in ends] for curve in runs]] = math.nan
-            draw(axis, np.array(ends), values, color=colour, label=readme.label(algorithm))
+            values[ends > np.array([curve.steps[-1:] for curve in runs])] = math.nan
+            draw(axis, ends, values, color=colour, label=readme.label(algorithm))
             label = f"{readme.label(algorithm)}, held-out"
             for steps, returns, _ in evaluations_of(protocol, algorithm, game).values():
                 axis.plot(steps, returns, "--", color=colour, lw=1, label=label)
@@ -411,12 +428,14 @@ def report(protocol: Protocol, baseline: str = "") -> str:
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "curves.png"
     curve_figure(protocol, [picture, picture.with_suffix(".pdf")] if protocol.out else [picture])
-    parts = [states(protocol)] if protocol.out else []
+    parts, shown = [states(protocol)] if protocol.out else [], set()
     if baseline:
         compared = replace(protocol, baseline=baseline)
-        parts += [verdict_table(compared), aggregate_table(compared)]
-    parts += [verdict_table(protocol), aggregate_table(protocol), gap_table(protocol)]
-    parts.append([f"![Return against environment steps]({picture.relative_to(root).as_posix()})"])
+        parts += [notes(compared), verdict_table(compared), aggregate_table(compared)]
+        shown = {game for _, game, _ in compared.tasks}
+    if set(protocol.games) - shown or any(game in protocol.published(name)[0] for name, game, _ in protocol.tasks):
+        parts += [verdict_table(protocol), aggregate_table(protocol)]
+    parts += [gap_table(protocol), [f"![Return against environment steps]({picture.relative_to(root).as_posix()})"]]
     parts.append(["```bash", *commands(protocol), "```"])
     text = "\n\n".join("\n".join(part) for part in parts if part)
     return f"### {protocol.name}\n\n{text}\n"
@@ -448,10 +467,9 @@ def main(args: Args) -> None:
         names = sorted({name for protocol in protocols for name in protocol.runs})
         if args.baseline and (args.baseline not in names or len(names) == 1):
             raise InputError(f"--baseline {args.baseline}: name one of several. The runs are of {', '.join(names)}.")
-        parts = ["Left out:\n\n" + "".join(f"- {reason}\n" for reason in left_out)] if left_out else []
+        parts = ["Left out:\n\n" + "".join(f"- {readme.one_line(reason)}\n" for reason in left_out)] if left_out else []
         for protocol in protocols:
-            own = replace(protocol, out=args.out / protocol.name, mark=args.mark)
-            parts.append(report(own, args.baseline))
+            parts.append(report(replace(protocol, out=args.out / protocol.name, mark=args.mark), args.baseline))
     (args.out / "report.md").write_text("\n".join(parts))
     print("\n".join(parts))
 

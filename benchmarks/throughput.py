@@ -16,9 +16,8 @@ Configurations of the encoder (all else is the same):
     default                the script with --precision auto --accelerate eager
     compile, cudagraphs    the default with --accelerate compile or cudagraphs (measured only if asked for)
 
-Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json` and `.md` (the table) in
-`results/throughput/`. `--from-csv` makes the table again, and `--update-readme` puts the table into
-benchmarks/README.md.
+Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json` and `.md` (the table) in `results/throughput/`.
+`--from-csv` makes the table again, and `--update-readme` puts the table into benchmarks/README.md.
 """
 
 import concurrent.futures
@@ -44,11 +43,11 @@ import torch
 import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
-import readme
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import InputError, session
+import readme
+from common import InputError
 from common.device import resolve_device, resolve_precision
+from common.envs import Envs
 from common.run import Run, provenance, write_json
 from common.session import one_line_errors
 from common.settings import NotNegative, Positive, check_limits, read_json
@@ -56,6 +55,9 @@ from common.settings import NotNegative, Positive, check_limits, read_json
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 ACCELERATED = ("compile", "cudagraphs")
 PHASES = ("act", "env", "learn", "aux")
+COLUMNS = ["algorithm", "configuration", "repeat", "sweep", "precision", "steps_per_second"]
+COLUMNS += [*(f"{phase}_us" for phase in (*PHASES, "wait")), "matmul_gflops", "learn_share_of_matmul"]
+COLUMNS += ["aux_share_of_matmul", "share_of_matmul", "peak_gb", "torch_threads"]
 MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
 
@@ -83,9 +85,6 @@ class Args:
     """where CSV and table go"""
 
 
-# -------------------------------------------------------------------------------------- in the process of a measurement
-
-
 def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
     """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more. Each
     iteration of PPG ends with an auxiliary phase, or if its rollouts do not fill a batch of it, each few: a step costs
@@ -101,27 +100,20 @@ def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
     args.total_timesteps = (1 + iterations) * iteration
 
 
-def make_plain(script: Any, args: Any, configuration: str) -> None:
-    """Turn off what makes the script fast. Changes modules of this process."""
-    args.precision, args.micro_batch_size = "fp32", 2**30
-    fast = sys.modules[script.accelerate.__module__]
-    script.accelerate = lambda agent, mode: None if configuration == "plain" else fast.keep_freed_memory()
-    if not configuration.endswith("permuted"):
-        script.ImpalaCNN.forward = lambda cnn, x: cnn.layers((x.permute(0, 3, 1, 2).float() / 255).contiguous())
-
-
 def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The script's module, turned plain if that is asked for, its settings, and the device."""
-    script = importlib.import_module(job["algorithm"])
-    configuration = job["configuration"]
+    """The script's module, its settings, and the device. Plain configurations change modules of this process."""
+    script, configuration = importlib.import_module(job["algorithm"]), job["configuration"]
     mode = configuration if configuration in ACCELERATED else "eager"
     args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
-    if configuration == "fp32":
-        args.precision = "fp32"
-    elif configuration.startswith("plain"):
-        make_plain(script, args, configuration)
     device = resolve_device(args.device)
+    args.precision = "auto" if configuration in ("default", *ACCELERATED) else "fp32"
     args.precision = resolve_precision(args.precision, device)
+    if configuration.startswith("plain"):
+        args.micro_batch_size = 2**30
+        fast = sys.modules[script.accelerate.__module__]
+        script.accelerate = lambda agent, mode: None if configuration == "plain" else fast.keep_freed_memory()
+        if not configuration.endswith("permuted"):
+            script.ImpalaCNN.forward = lambda cnn, x: cnn.layers((x.permute(0, 3, 1, 2).float() / 255).contiguous())
     return script, args, device
 
 
@@ -148,14 +140,13 @@ def matmul_rate(device: Any, dtype: Any) -> float:
 
 
 def synchronize(device: Any) -> None:
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def flops_per_frame(script: Any, args: Any) -> tuple[int, int]:
     """Multiplications and additions for one frame: in a forward pass, and in a forward and a backward pass."""
-    space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-    agent = script.Agent(space, gym.spaces.Discrete(15), args)
+    agent = script.Agent(gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15), args)
     with FlopCounterMode(display=False) as counter:  # not accelerated: the counter does not know our kernels
         features = agent.encode(agent.encoder, torch.zeros(1, 64, 64, 3, dtype=torch.uint8))
         outputs = agent.policy_head(features).sum() + agent.value_head(features).sum()
@@ -170,8 +161,7 @@ def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = No
     def clocked(*args, **kwargs):
         start = time.perf_counter()
         result = function(*args, **kwargs)
-        if device is not None:
-            synchronize(device)
+        synchronize(device)
         seconds[phase] += time.perf_counter() - start
         return result
 
@@ -181,19 +171,15 @@ def clock(function: Any, seconds: dict[str, float], phase: str, device: Any = No
 def set_clocks(script: Any, seconds: dict[str, float], marks: list, device: Any) -> None:
     """Put clocks around a script's functions, and a mark at the end of each iteration: the step, the time, and the
     seconds of the clocks so far. Changes modules of this process."""
-    make_envs, log = session.Envs, Run.log
-
-    def make_timed_envs(*args, **kwargs):
-        envs = make_envs(*args, **kwargs)
-        envs.step = clock(envs.step, seconds, "env")
-        return envs
+    log = Run.log
 
     def marked_log(run, step, *args, **kwargs):
         log(run, step, *args, **kwargs)
         synchronize(device)
         marks.append((step, time.perf_counter(), dict(seconds)))
 
-    session.Envs, Run.log = make_timed_envs, marked_log
+    Run.log = marked_log
+    Envs.step = clock(Envs.step, seconds, "env")
     script.update = clock(script.update, seconds, "learn", device)
     if script.__name__ == "impala":
         act = script.act
@@ -259,9 +245,6 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     return job | {"precision": args.precision, "peak_gb": peak_memory(device)}
 
 
-# --------------------------------------------------------------------------------------------------- the measurements
-
-
 def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Call `function(job)` in a fresh process, so that allocator settings, patches and peak memory are its own."""
     context = multiprocessing.get_context("spawn")
@@ -269,43 +252,27 @@ def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
         return pool.submit(function, job).result()
 
 
-COLUMNS = [
-    *("algorithm", "configuration", "repeat", "sweep", "precision", "steps_per_second"),
-    *(f"{phase}_us" for phase in (*PHASES, "wait")),
-    *("matmul_gflops", "learn_share_of_matmul", "aux_share_of_matmul", "share_of_matmul"),
-    *("peak_gb", "torch_threads"),
-]
-
-
-def plan(args: Args) -> list[dict[str, Any]]:
-    """The measurements to make, in turn: `sweep` is "memory" for one of memory alone."""
-    turns = list(itertools.product([""], args.algorithms, range(args.repeats), args.configurations))
-    if args.memory and "default" in args.configurations:
-        turns += [("memory", algorithm, 0, "default") for algorithm in args.algorithms]
-    given = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
-    names = ("sweep", "algorithm", "repeat", "configuration")
-    return [given | dict(zip(names, turn, strict=True)) for turn in turns]
-
-
 def run_all(args: Args, file: IO[str]) -> None:
-    """All measurements: a row of CSV and a line on the screen for each as it comes."""
-    jobs = plan(args)
+    """All measurements, in turn: a row of CSV and a line on the screen for each as it comes."""
+    turns = list(itertools.product([measure], args.algorithms, range(args.repeats), args.configurations))
+    if args.memory and "default" in args.configurations:
+        turns += [(measure_memory, algorithm, 0, "default") for algorithm in args.algorithms]
+    given = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
     writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
     writer.writeheader()
-    for number, job in enumerate(jobs, 1):
-        what = f"{job['algorithm']} {job['configuration']} {job['sweep']}".rstrip()
+    for number, (function, algorithm, repeat, configuration) in enumerate(turns, 1):
+        sweep = "memory" if function is measure_memory else ""
+        what = f"[{number}/{len(turns)}] {algorithm} {configuration} {sweep}".rstrip()
+        job = {"algorithm": algorithm, "configuration": configuration, "repeat": repeat, "sweep": sweep}
         try:
-            row = alone(measure_memory if job["sweep"] == "memory" else measure, job)
+            row = alone(function, given | job)
         except Exception as error:  # killed for its memory, say: the others still count
-            print(f"[{number}/{len(jobs)}] {what}: failed ({error!r})", flush=True)
+            print(f"{what}: failed ({error!r})", flush=True)
             continue
         writer.writerow(row)
         file.flush()
         speed = f"{row['steps_per_second']:.0f} steps/s, " if "steps_per_second" in row else ""
-        print(f"[{number}/{len(jobs)}] {what}: {speed}{row['peak_gb']:.2f} GB", flush=True)
-
-
-# -------------------------------------------------------------------------------------------------------------- table
+        print(f"{what}: {speed}{row['peak_gb']:.2f} GB", flush=True)
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -313,36 +280,28 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
-def by_configuration(rows: list[dict[str, str]], sweep: str = "") -> dict[tuple[str, str], list[dict[str, str]]]:
-    groups = defaultdict(list)
-    for row in rows:
-        if row["sweep"] == sweep:
-            groups[row["algorithm"], row["configuration"]].append(row)
-    return groups
-
-
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row[name] != ""]
 
 
-def ratios(rows: list[dict[str, str]], others: list[dict[str, str]]) -> str:
-    """Steps per second of `rows` over those of `others`, measured in the same round."""
-    theirs = {row["repeat"]: float(row["steps_per_second"]) for row in others}
-    both = [float(row["steps_per_second"]) / theirs[row["repeat"]] for row in rows if row["repeat"] in theirs]
-    return spread(both, 2) if both else "-"
-
-
 def table(rows: list[dict[str, str]]) -> str:
     """Markdown: a row for each algorithm and configuration; medians, and minimum and maximum in brackets."""
-    groups, memory, cells = by_configuration(rows), by_configuration(rows, "memory"), []
-    for (algorithm, configuration), group in groups.items():
+    groups, cells = defaultdict(list), []
+    for row in rows:
+        groups[row["algorithm"], row["configuration"], row["sweep"]].append(row)
+    for algorithm, configuration in [key[:2] for key in groups if not key[2]]:
+        group, peaks = groups[algorithm, configuration, ""], groups.get((algorithm, configuration, "memory"), [])
         row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
-        row += [ratios(group, groups.get((algorithm, other), [])) for other in ("plain", "plain+malloc")]
+        for other in ("plain", "plain+malloc"):  # in the same round
+            others = groups.get((algorithm, other, ""), [])
+            theirs = {each["repeat"]: float(each["steps_per_second"]) for each in others}
+            both = [(float(each["steps_per_second"]), theirs.get(each["repeat"])) for each in group]
+            ratios = [mine / other for mine, other in both if other]
+            row.append(spread(ratios, 2) if ratios else "-")
         row += [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
         shares = [column(group, f"{part}share_of_matmul") for part in ("learn_", "aux_", "")]
         row.append(", ".join(f"{statistics.median(share):.0%}" if share else "-" for share in shares))
-        peak = memory.get((algorithm, configuration))
-        cells.append([*row, f"{float(peak[0]['peak_gb']):.2f}" if peak else "-"])
+        cells.append([*row, f"{float(peaks[0]['peak_gb']):.2f}" if peaks else "-"])
     columns = ["", "steps/s", "x plain", "x plain+malloc", *PHASES, "learn, aux, all of matmul", "GB"]
     return "\n".join(readme.markdown(columns, cells)) + "\n"
 
@@ -361,8 +320,7 @@ def main(args: Args) -> None:
             run_all(args, file)
     if not path.exists():
         raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
     meta = read_json(path.with_suffix(".meta.json"))
     origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"

@@ -64,9 +64,6 @@ def test_collect_compares_what_makes_a_run():
         assert collect.same_settings(other) != collect.same_settings(plain)
 
 
-JOB = {"repeat": 0, "sweep": "", "device": "cpu", "num_steps": 4, "env_id": "starpilot"}
-
-
 def measure_tiny(algorithm, file):
     """Measure iterations of 4 environments, which end with an auxiliary phase. Changes this process."""
 
@@ -77,7 +74,8 @@ def measure_tiny(algorithm, file):
                 setattr(args, name, value)
 
     throughput.shorten, throughput.MATMUL_SIZES = shorten, {"cpu": (1024,)}
-    write_json(file, throughput.measure(JOB | {"algorithm": algorithm, "configuration": "default"}))
+    job = {"repeat": 0, "sweep": "", "device": "cpu", "num_steps": 4, "env_id": "starpilot"}
+    write_json(file, throughput.measure(job | {"algorithm": algorithm, "configuration": "default"}))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppg", "impala"])
@@ -104,8 +102,7 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     known = times | {"share_of_matmul": 0.4, "aux_share_of_matmul": "", "peak_gb": 1.5}
 
     def measure(job):
-        speed = speeds[job["configuration"]][job["repeat"]]
-        return job | known | {"steps_per_second": speed}
+        return job | known | {"steps_per_second": speeds[job["configuration"]][job["repeat"]]}
 
     monkeypatch.setattr(throughput, "alone", lambda function, job: function(job))
     monkeypatch.setattr(throughput, "measure", measure)
@@ -121,9 +118,6 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
     assert "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | " in document
-
-
-# ------------------------------------------------------ gpu_check.py, as far as a machine without a GPU can show it
 
 
 def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from statistics import mean
@@ -18,6 +19,7 @@ import ppo
 import readme
 import report
 from common import InputError
+from common.checkpoint import FORMAT, write_archive
 from common.evaluation import RETURN_RANGES
 from helpers import small_args
 
@@ -98,13 +100,13 @@ def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settin
     run_dir = runs / f"{game}__{name}__{seed}__{len(list(runs.glob('*')))}"
     run_dir.mkdir(parents=True)
     row = min(16_384, steps // 16 or 1)
-    header = "step,seconds,episodes,episodic_return,last_100_return"
-    rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0" for end in range(row, steps + 1, row)]
-    (run_dir / "progress.csv").write_text("\n".join([header, *rows, ""]))
+    rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0\n" for end in range(row, steps + 1, row)]
+    (run_dir / "progress.csv").write_text("step,seconds,episodes,episodic_return,last_100_return\n" + "".join(rows))
     args = {"exp_name": name, "env_id": game, "seed": seed, "num_levels": 0, "distribution_mode": "easy"}
     args |= {"total_timesteps": steps} | settings
     command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
     meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 3, "finished": "2026-11-28T05:10:03Z"}
+    meta["script_sha256"] = name.removesuffix("-copy")
     (run_dir / "args.json").write_text(json.dumps(args))
     (run_dir / "meta.json").write_text(json.dumps(meta))
     return run_dir
@@ -140,8 +142,8 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
     low, high = stats.ttest_1samp(gaps, 0).confidence_interval()
     over_games, _ = table_rows(text, "idea | each game's | 3 x 3")
     assert over_games[8:] == [f"{mean(gaps):+.3f}", f"{low:+.3f} to {high:+.3f}", "above"]
-    cart_pole = ["12,288", "7.00 (n = 1: 7.00)", "-", "-", "-", "nothing to compare with"]
-    assert [row[1:] for row in table_rows(text, "PPO CartPole-v1")] == [cart_pole]
+    (cart_pole,) = table_rows(text, "PPO CartPole-v1")
+    assert cart_pole[1:] == ["12,288", "7.00 (n = 1: 7.00)", "-", "-", "-", "nothing to compare with"]
     assert gap[2:5:2] == ["12.00, 14.00", "4.00"]  # the other waits for its first evaluation
     assert table_rows(text.partition("### hard-500")[2], "PPO maze")
     line = "starpilot 1 2 3 (made at 0123451, 0123452, 0123453 with changes)"
@@ -155,6 +157,50 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
         made(*runs.iterdir(), baseline="pp")
     names = ["ppo", "ppg", *"abcdefg"]
     assert len({readme.colour(name, names) for name in names}) == len(names)
+
+
+def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
+    for idea, seed, flags in (("ppo", 1, 4), ("ppo", 2, 4), ("ppo-copy", 1, 4), ("idea", 1, "8 --gamma 0.9")):
+        write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
+    write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 2, " --lr '<\n'", exp_name="../../<!-- x -->|\n$\\frac$")
+    text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
+    assert "\n- idea has --gamma 0.9 --num-envs 8 where PPO has --num-envs 4: CartPole-v1\n" in text
+    assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
+    assert "- CartPole-v1, seed 1: finished at step 2, with 2 rows, which are too few for a curve\n" in text
+    assert text.count("The interval takes a single run to vary as") == 1
+    assert not re.search("<|published", text)
+    assert len(table_rows(text, "..-..-----")[0]) == 7
+
+
+def test_damaged_files_are_named(tmp_path, made):
+    content, reasons = {"format": FORMAT, "script": "", "args": {}, "step": 163_840, "ranks": []}, {}
+    content["run"] = {"rows": {"progress.csv": 16, "eval.csv": 1}}
+    for name, old, new, words in (
+        ("args.json", '"seed": 2', '"seed": "../../x"', "has a seed that no script has"),
+        ("progress.csv", "\n10240,", "\n40960,", "is no CSV of a learning curve"),
+        ("progress.csv", "\n10240,20.5,10,5.0,0", "", "has 15 rows up to step 163,840 where its checkpoint has 16"),
+        ("eval.csv", "64,1,1,stochastic\n", "", "has 0 rows up to step 163,840 where its checkpoint has 1"),
+        ("eval.csv", "64,1,", "64,\0,", "is no CSV of evaluations"),
+        ("eval.csv", "", "", "pipe is not a regular file"),
+    ):
+        bad = write_run(tmp_path, "ppo", "maze", 2, 5.0, steps=163_840, eval_interval=64)
+        (bad / "checkpoints").mkdir()
+        write_archive(bad / "checkpoints" / "000000163840.pt", content)
+        (bad / "eval.csv").write_text("step,episodic_return,standard_error,policy\n64,1,1,stochastic\n")
+        (bad / name).write_text((bad / name).read_text().replace(old, new))
+        reasons[bad] = words
+    os.mkfifo(bad / "pipe")
+    text, _ = made(write_run(tmp_path, "ppo", "maze", 1, 5.0), *reasons)
+    assert [bad for bad, words in reasons.items() if not re.search(f"\n- {bad}.*{words}", text)] == []
+    curve = collect.collect(write_run(tmp_path / "runs", "ppo", "coinrun", 1, 7.0), tmp_path / "results")
+    for name, words, text in (
+        ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
+        ("seed1.eval.csv", "is no CSV of evaluations", "step,policy,episodic_return\n64,stochastic,1\n"),
+        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
+    ):
+        curve.with_name(name).write_text(text)
+        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
+            made(results=tmp_path / "results")
 
 
 def test_runs_that_are_left_out_are_named(tmp_path, made):
@@ -188,18 +234,6 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
     assert "5.50 (n = 2: 5.00, 6.00)" in made(results=tmp_path / "results")[0]
 
 
-def test_damaged_files_are_named(tmp_path, made):
-    curve = collect.collect(write_run(tmp_path / "runs", "ppo", "coinrun", 1, 7.0), tmp_path / "results")
-    for name, words, text in (
-        ("seed1.meta.json", "does not say how its curve was made", '{"command": "python'),
-        ("seed1.eval.csv", "is no CSV of evaluations", "step,policy,episodic_return\n64,stochastic,1\n"),
-        ("seed1.csv", "is no CSV of a learning curve", "a,b\n1,2\n"),
-    ):
-        curve.with_name(name).write_text(text)
-        with pytest.raises(InputError, match=f"{re.escape(name)} {words}"):
-            made(results=tmp_path / "results")
-
-
 def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
     """Their tables and those in results/ are those of the curves in the tree, or of scripts that were removed."""
     shipped = [path.read_text() for path in readme.DOCUMENTS]
@@ -217,24 +251,31 @@ def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
         assert f"-->\n{tables[collect.RESULTS / f'{name}.md']}<!-- end of " in shipped[1]
 
 
-def test_event_files_become_a_curve(tmp_path):
-    """A run's own event files hold every episode: they give its progress.csv again."""
+def test_event_files_become_a_curve(tmp_path, capsys):
+    """A run's own event files hold every episode: they give its progress.csv again. A cut end is named."""
     run_dir = ppo.main(small_args(ppo, tmp_path / "runs", {"num_steps": 64, "total_timesteps": 1024}))
+    with next(run_dir.glob("*tfevents*")).open("ab") as events:
+        events.write(b"cut")
     convert.main(convert.Args(run_dir, tmp_path / "curve.csv", every=256))
+    assert f"warning: {events.name} has truncated record" in capsys.readouterr().err
     mine, theirs = (curves.read(path) for path in (tmp_path / "curve.csv", run_dir / "progress.csv"))
     assert mine.steps[:-1] == theirs.steps[:-1]
     assert theirs.steps[-1] - 256 < mine.steps[-1] <= theirs.steps[-1]  # that of the last episode
     assert mine.episodes == theirs.episodes
     assert mine.returns == pytest.approx(theirs.returns)
     assert mine.seconds == pytest.approx(theirs.seconds, abs=3)
+    with pytest.raises(InputError, match=r"has an episode at step [\d,]+, too far for rows of"):
+        convert.from_events(run_dir, every=1e-4)
 
 
 def test_what_cannot_be_converted(tmp_path):
     (tmp_path / "some.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     for source, target, words in (
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
+        ("pipe", "x.csv", "not a regular file"),
         ("empty", "some.csv", "remove it first"),
     ):
         with pytest.raises(InputError, match=words):
