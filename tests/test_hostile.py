@@ -59,12 +59,13 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
         torch.save(model | {"script": script}, stranger / "model.pt")
         with pytest.raises(InputError, match=r"is of the script .*: name it by --script, if you trust it\.$"):
             load_agent(stranger)
-    settings = read_json(stranger / "args.json") | {"env_id": "evil:E-v0"}
-    (stranger / "args.json").write_text(json.dumps(settings))
-    torch.save(model | {"args": settings}, stranger / "model.pt")
-    for attempt in (load_agent, resume):
-        with pytest.raises(InputError, match=r"which imports evil: add --env-id evil:E-v0, if you trust it\.$"):
-            attempt(stranger)
+    for env_id in ("ppo:E-v0", "evil:E-v0"):  # our own, too
+        settings = read_json(stranger / "args.json") | {"env_id": env_id}
+        (stranger / "args.json").write_text(json.dumps(settings))
+        torch.save(model | {"args": settings}, stranger / "model.pt")
+        for attempt in (load_agent, resume):
+            with pytest.raises(InputError, match=rf"which imports \w+: add --env-id {env_id}, if you trust it\.$"):
+                attempt(stranger)
     assert not (stranger / "ran").exists()
     assert parse(ppo.Args, ["--resume", str(stranger), "--env-id", "evil:E-v0"]).env_id == "evil:E-v0"
     with pytest.raises(InputError, match="is not known"):
