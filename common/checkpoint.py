@@ -193,15 +193,11 @@ class Checkpoints:
         self.snapshot["ranks"] = [state for state, _ in ranks]
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
-            self.try_write()
-
-    def try_write(self) -> None:
-        """Write the newest copy, with a warning if that fails."""
-        self.last_write = time.monotonic()
-        try:
-            self.write()
-        except OSError as error:
-            print(f"warning: no checkpoint at step {self.run.step:,} ({error.strerror})", file=sys.stderr)
+            self.last_write = now
+            try:
+                self.write()
+            except OSError as error:
+                print(f"warning: no checkpoint at step {step:,} ({error.strerror})", file=sys.stderr)
 
     def write(self) -> None:
         """Write the newest copy, unless that is done, and remove all but the `--keep-checkpoints` newest."""

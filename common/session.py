@@ -120,8 +120,8 @@ class Session:
         interval = self.args.eval_interval
         if interval and (step % interval < self.iteration_steps or step >= self.total_steps):
             self.run.flush()
-            if self.world.rank == 0:
-                self.checkpoints.try_write()  # should the evaluation not end
+            with suppress(OSError):  # the next checkpoint warns
+                self.checkpoints.write()  # an evaluation may take long
             if self.world.rank == 0 and self.evaluator(step, self.run):
                 self.checkpoints.write_model("best.pt", step, self.evaluator.agent.state_dict())
             self.world.broadcast(None)  # the other ranks wait
