@@ -120,10 +120,11 @@ class Session:
         interval = self.args.eval_interval
         if interval and (step % interval < self.iteration_steps or step >= self.total_steps):
             self.run.flush()
-            with suppress(OSError):  # the next checkpoint warns
-                self.checkpoints.write()  # an evaluation may take long
-            if self.world.rank == 0 and self.evaluator(step, self.run):
-                self.checkpoints.write_model("best.pt", step, self.evaluator.agent.state_dict())
+            if self.world.rank == 0:
+                with suppress(OSError):  # the next checkpoint warns
+                    self.checkpoints.write()  # an evaluation may take long
+                if self.evaluator(step, self.run):
+                    self.checkpoints.write_model("best.pt", step, self.evaluator.agent.state_dict())
             self.world.broadcast(None)  # the other ranks wait
 
     def __enter__(self) -> "Session":
