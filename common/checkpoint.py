@@ -26,7 +26,7 @@ from common.device import World
 from common.envs import Envs
 from common.fast import accelerate
 from common.run import Run, lock_folder, require_finite, sha256, write_atomically
-from common.settings import ROOT, check_limits, check_own_module, flag, from_json, is_own, read_json, to_json
+from common.settings import ROOT, check_limits, check_own_module, flag, from_json, read_json, to_json
 
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
@@ -52,8 +52,7 @@ def newest_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def read_archive(path: Path, parts: dict[str, type]) -> dict[str, Any]:
-    """The dict in a file of PyTorch's; runs no code that the file might hold. Raises InputError if it is damaged, or
-    lacks one of `parts`, given with their types."""
+    """The dict in a file of PyTorch's; runs no code in it. Raises InputError if it is damaged or lacks typed parts."""
     if "\0" in str(path) or (path.exists() and not path.is_file()):  # to read a pipe would wait for ever
         raise InputError(f"{str(path)!r} is no file.")
     try:
@@ -371,9 +370,9 @@ def load_agent(
     InputError if it does not fit, there is none, or the model names code that is neither given here nor our own."""
     model = read_model(source)
     check_own_module(str(source), str(model["args"].get("env_id")), env_id)
-    if script is None and not is_own(model["script"]):
+    path = Path(os.path.abspath(ROOT / model["script"])) if script is None else Path(script)
+    if script is None and path.parent != ROOT.absolute():  # what comes with a model lies elsewhere
         raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")
-    path = ROOT / model["script"] if script is None else Path(script)
     try:
         if model.get("script_sha256") not in (None, sha256(path)):  # None: an older model
             copy = f"--script RUN/{path.name} takes the copy in its run folder"

@@ -1,7 +1,5 @@
-"""Where a run computes: its device, number format and seeds, where its tensors lie, and its ranks.
-
-A run has one process, or the ranks that torchrun starts, each with environments of its own. Every rank makes the same
-calls in the same order. When one dies, the others get an error, and torchrun stops them."""
+"""Where a run computes: its device, number format, seeds and ranks. Without torchrun there is one rank. All ranks make
+the same calls in the same order. When one dies, the others get an error, and torchrun stops them."""
 
 import math
 import os

@@ -102,8 +102,7 @@ class Envs(RecordEpisodeStatistics):
     `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions. `video` films environment 0 once `envs.video.folder` is set. Raises InputError for
-    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN and infinity. README.md tells what
-    a resume needs."""
+    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN and infinity."""
 
     def __init__(self, envs: VectorEnv, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -124,7 +123,6 @@ class Envs(RecordEpisodeStatistics):
             size, height, width, channels = space.shape
             self.single_observation_space = gym.spaces.Box(0, 255, (height, width, size * channels), np.uint8)
             self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
-        self.obs = None
 
     @property
     def replayable(self) -> bool:

@@ -152,8 +152,8 @@ class Intrinsic(nn.Module):
             last_value = self.value(last_obs)
         scaled = self.normalizer(rewards.cpu().numpy(), np.zeros(shape, np.float32))
         rewards = torch.as_tensor(scaled).to(rewards)
-        endless = {"dones": torch.zeros_like(values), "truncation_values": torch.zeros_like(values)}
-        endless = rollout._replace(rewards=rewards, values=values, **endless)
+        zeros = torch.zeros_like(values)
+        endless = rollout._replace(rewards=rewards, values=values, dones=zeros, truncation_values=zeros)
         intrinsic_advantages = self.compute_gae(endless, last_value, args.intrinsic_gamma, args.gae_lambda)
         returns = intrinsic_advantages + values
         metrics = self.learn(transitions, returns)

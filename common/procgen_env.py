@@ -31,10 +31,6 @@ MODE_NUMBERS = {"easy": 0, "hard": 1, "extreme": 2, "memory": 10}
 EXPLORATION_LEVELS = [1259048185, 1561126160, 1949448038, 876640971, 1434825276, 1318677581, 158988835, 1123500215]
 LAST_LEVEL = 2**31 - 1  # the first that is no level
 STATE_SIZE = 2**20  # bytes: the largest state
-STATE_OPTIONS = [  # in the order of a state, after its version and the game's name
-    *("paint_vel_info", "use_generated_assets", "use_monochrome_assets", "restrict_themes", "use_backgrounds"),
-    *("center_agent", "debug_mode", "distribution_mode", "use_sequential_levels"),
-]
 C_FUNCTIONS = ["int get_state(libenv_env *, int, char *, int);", "void set_state(libenv_env *, int, char *, int);"]
 # Two packages have the same C++ library: procgen-mirror up to Python 3.12, procgen-gym from 3.13 on.
 PACKAGE = "procgen" if importlib.util.find_spec("procgen") else "procgen_gym"
@@ -59,13 +55,13 @@ class ProcgenVectorEnv(VectorEnv):
             levels = dict(zip(PROCGEN_MODES[mode], EXPLORATION_LEVELS, strict=True))[self.games[0]], 1
             mode = "hard"
         self.levels = (levels[0], sum(levels)) if levels[1] else (0, LAST_LEVEL)  # the first, and the first beyond
-        self.options = {name: getattr(args, name) for name in vars(ProcgenArgs())}
-        self.options |= {"distribution_mode": MODE_NUMBERS[mode], "debug_mode": 0}
+        options = {name: getattr(args, name) for name in vars(ProcgenArgs())}
+        options |= {"distribution_mode": MODE_NUMBERS[mode], "debug_mode": 0}
         threads = args.num_threads
         if threads is None:
             threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         data = Path(importlib.util.find_spec(self.package).origin).parent / "data"
-        options = self.options | {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed}
+        options |= {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed}
         options |= {"env_name": args.env_id, "num_actions": 15, "num_threads": threads, "render_human": render}
         options |= {"resource_root": f"{data / 'assets'}{os.sep}"}
         made = {"lib_dir": str(data / "prebuilt"), "num": num_envs, "options": options, "c_func_defs": C_FUNCTIONS}
@@ -151,10 +147,8 @@ class ProcgenVectorEnv(VectorEnv):
         state = bytearray(self.get_state(env))
         game = self.games[env % len(self.games)].encode()
         name, place = struct.pack("<ii", 0, len(game)) + game, 60 + len(game)  # version 0
-        options = dict(zip(STATE_OPTIONS, struct.unpack_from("<9i", state, len(name)), strict=True))
-        options["center_agent"] = self.options["center_agent"]  # which games that do not scroll turn off
         now = struct.unpack_from("<ii", state, place)
-        if not state.startswith(name) or options != self.options or not 0 <= now[0] < now[1] <= LAST_LEVEL:
+        if not state.startswith(name) or not 0 <= now[0] < now[1] <= LAST_LEVEL:
             raise InputError("levels cannot be chosen: the states of this version of Procgen are not known.")
         struct.pack_into("<ii", state, place, first, beyond)
         self.set_state(env, bytes(state))

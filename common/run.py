@@ -116,8 +116,7 @@ class Run:
 
         names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.path.name}
         names |= {"id": re.sub(r"\W", "-", self.path.name), "dir": self.path.parent}
-        # With its console, each print would wait for a process that may be gone.
-        names["settings"] = wandb.Settings(console="off", init_timeout=20)
+        names["settings"] = wandb.Settings(console="off", init_timeout=20)  # its console could stop at each print
         try:
             return wandb.init(**names, resume="allow", sync_tensorboard=True, save_code=True, config=config)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:  # no login, say
@@ -128,8 +127,7 @@ class Run:
             print(f"warning: Weights & Biases does not answer, so the run is not tracked: {error}", file=sys.stderr)
 
     def cut_log(self, file: Path, header: str) -> None:
-        """Begin a CSV, or drop its rows that are damaged or after the checkpoint's step, and say so if others are
-        missing. Add columns that an older log lacks."""
+        """Begin a CSV, or drop rows that are damaged or of later steps. Add new columns. Say how many rows are lost."""
         old_header, *rows = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else [header]
         kept = []
         for row in rows:

@@ -35,8 +35,7 @@ class Session:
     """Settings, ranks, device and seed of a run, its environments and its folder. Closes them, whatever ends the run.
     Attributes: `args`, with `precision` resolved; `world`, the ranks; `device`; `iteration_steps` of all ranks;
     `total_steps` and `num_iterations`, at which the run ends; `stop_actors()`, called before environments are closed,
-    returns whether an actor hangs in one. Raises InputError, before anything is written, for settings that cannot
-    work or a run that cannot be resumed."""
+    returns whether an actor hangs in one. Raises InputError, before anything is written, for what cannot work."""
 
     def __init__(self, args: Any, script: str, make_envs: Callable):
         args.validate()
@@ -78,8 +77,7 @@ class Session:
         return envs
 
     def make_intrinsic(self, envs: Envs, compute_gae: Callable, epochs: int) -> Intrinsic | None:
-        """What `--intrinsic-reward` names, or None. It estimates advantages by the script's `compute_gae`, and makes
-        `epochs` passes over each rollout."""
+        """What `--intrinsic-reward` names, or None. It makes `epochs` passes over each rollout."""
         if self.args.intrinsic_reward == "none":
             return None
         if self.world.world_size > 1:  # their statistics would differ

@@ -242,13 +242,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def is_own(name: str) -> bool:
-    """Whether a script is the repository's, by its path from the root: it lies in the top folder, where nothing lands
-    that comes with a model or a run folder. Such a script alone is run because a file names it."""
-    path = Path(os.path.abspath(ROOT / name))
-    return path.parent == ROOT.absolute() and path.is_file()
-
-
 def check_own_module(source: str, env_id: str, given: str | None) -> None:
     """Raise InputError for a task "module:name" of a file that the user has not `given`: Gymnasium imports modules."""
     module, found, _ = env_id.partition(":")
