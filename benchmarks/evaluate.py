@@ -6,8 +6,6 @@
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --export policy.pt --episodes 0
     python benchmarks/evaluate.py --random-policy starpilot fruitbot    # what a learning curve has to rise above
 
-Every environment plays the same number of episodes, so that short episodes do not count more often than long ones.
-
 --export writes TorchScript, which runs without this code, in Python or C++. The policy takes uint8 frames [B, height,
 width, channels] or float32 vectors [B, size], and returns the parameters of `get_action_dist`, float32 [B, P] (of
 discrete actions the logits). With an LSTM it also takes and returns the state [2, B, H], zero where an episode starts.
@@ -277,8 +275,7 @@ def check(args: Args) -> None:
     if args.source is not None and args.distribution_mode is not None:
         raise InputError("--distribution-mode is for --random-policy: leave it out, as an agent plays in its run's.")
     if args.random_policy and any((args.source, args.greedy, args.export, args.video, args.script, args.env_id)):
-        given = "--greedy, --export, --video, --script and --env-id"
-        raise InputError(f"--random-policy plays without an agent: leave out the run, {given}.")
+        raise InputError("--random-policy plays without an agent: leave out the run, --greedy and its other flags.")
     for name in ("per_level", "export", "video"):
         if (path := getattr(args, name)) is not None:
             write(name, path)

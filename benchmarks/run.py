@@ -8,8 +8,7 @@
 What follows `--` goes to the scripts. Each run is `python <algorithm>.py ... --resume auto` in a process of its own,
 which prints to `<runs-dir>/logs/`. A finished run of the same settings in --runs-dir is skipped, an unfinished one goes
 on from its last checkpoint: after Ctrl-C, a crash or a reboot, repeat the command. The exit code is 0 once all runs are
-done or submitted. A terminal shows the table of all runs; elsewhere it is printed whenever a run starts or ends. On
-Slurm, the matrix is one job array; jobs that run out of time save a checkpoint and are queued again.
+done or submitted. On Slurm, the matrix is one job array, whose jobs are queued again when their time is up.
 """
 
 import csv

@@ -3,9 +3,9 @@
     python benchmarks/throughput.py                       # the table: 50 minutes on two cores
     python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
 
-Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around the script's
-functions. Configurations take turns (A B C A B C ...), so that a machine that drifts slows all of them. Rollouts are
-shorter than by default (`--num-steps`), with minibatches and pieces of the same size, so that a step costs the same.
+Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around its functions.
+Configurations take turns (A B C A B C ...), so that a machine that drifts slows all. Rollouts are shorter than by
+default (`--num-steps`). Minibatches have the same size, so that a step costs the same.
 
 Configurations of the encoder (all else is the same):
 
