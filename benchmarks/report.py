@@ -247,10 +247,13 @@ def notes(protocol: Protocol) -> list[str]:
         commands = [re.sub(named, "", str(metas[0].get("command"))) for metas in runs]
         ours, theirs = (same_settings(command, steps="--anneal-lr" in str(commands)) for command in commands)
         only = [" ".join(sorted(flags)) or "the defaults" for flags in (ours - theirs, theirs - ours)]
-        line = f"- {readme.label(algorithm)} has {only[0]} where {protocol.versus} has {only[1]}"
+        line = f"- {readme.label(algorithm)} was started with {only[0]}, {protocol.versus} with {only[1]}"
         if ours == theirs:
             line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
         if ours != theirs or hashes[0] & hashes[1] - {"None"}:
+            found.setdefault(readme.one_line(line), []).append(game)
+        if len(hashes[0]) > 1:
+            line = f"- {readme.label(algorithm)} has runs of {len(hashes[0])} versions of its script"
             found.setdefault(readme.one_line(line), []).append(game)
     return [f"{line}: {', '.join(games)}" for line, games in found.items()]
 
@@ -466,7 +469,9 @@ def main(args: Args) -> None:
             raise InputError(f"there are no runs to report: {'; '.join(reasons)}")
         names = sorted({name for protocol in protocols for name in protocol.runs})
         if args.baseline and (args.baseline not in names or len(names) == 1):
-            raise InputError(f"--baseline {args.baseline}: name one of several. The runs are of {', '.join(names)}.")
+            raise InputError(
+                f"--baseline {args.baseline} needs runs of it and of others. There are {', '.join(names)}."
+            )
         parts = ["Left out:\n\n" + "".join(f"- {readme.one_line(reason)}\n" for reason in left_out)] if left_out else []
         for protocol in protocols:
             parts.append(report(replace(protocol, out=args.out / protocol.name, mark=args.mark), args.baseline))

@@ -46,9 +46,9 @@ from common.device import resolve_device
 from common.envs import check_envs, unknown_env
 from common.evaluation import held_out_settings
 from common.procgen_env import PROCGEN_GAMES
-from common.run import ROOT, lock_folder, write_atomically
+from common.run import ROOT, lock_folder, sha256, write_atomically
 from common.session import one_line_errors
-from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse
+from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse, read_json
 
 # Of the Procgen paper: number of levels to train on (0: all), length of a run, and steps between evaluations on all
 # levels. The name begins with the difficulty.
@@ -140,9 +140,6 @@ class Job:
         return logs / f"{self.name.lstrip('./').translate(NO_FILE_NAMES)}-{digest}{suffix}"
 
 
-# --------------------------------------------------------------------------------------------------------- the matrix
-
-
 def make_jobs(args: Args) -> list[Job]:
     """A job for each seed, game, algorithm and value of --sweep, in this order, so that one seed of all is there first.
     Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message."""
@@ -225,6 +222,9 @@ def look(job: Job, runs_dir: str) -> None:
         job.state = "done" if finished else "elsewhere"
     paths = used + finished if job.state == "running" else finished + used
     job.path = next(iter([*paths, *(path for path, _ in found)]), None)
+    script = ROOT / f"{job.algorithm}.py"
+    if job.path and not job.note and read_json(job.path / "meta.json").get("script_sha256") != sha256(script):
+        job.note = f"made by another version of {script.name}: give this one an --exp-name of its own"
 
 
 def in_use(path: Path) -> bool:
@@ -263,9 +263,6 @@ def last_row(path: Path) -> tuple[int, float, float] | None:
             with suppress(KeyError, TypeError, ValueError):
                 return int(row["step"]), float(row["seconds"]), float(row["last_100_return"])
     return None
-
-
-# ------------------------------------------------------------------------------------------------------ running here
 
 
 def places(args: Args) -> list[str]:
@@ -360,9 +357,6 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                 process.wait()
 
 
-# --------------------------------------------------------------------------------------------------------- on Slurm
-
-
 class SlurmRun:
     """What a Slurm job does. submitit calls `checkpoint` when its time is up or it is preempted."""
 
@@ -419,7 +413,8 @@ def main(args: Args) -> list[Job]:
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.dry_run:
         for job in jobs:
-            print(f"{job.state}: {shlex.join(['python', *job.command(args.runs_dir)])}")
+            note = f"  # {job.note}" if job.note else ""
+            print(f"{job.state}: {shlex.join(['python', *job.command(args.runs_dir)])}{note}")
         return jobs
     logs = Path(args.runs_dir).resolve() / "logs"
     try:
@@ -440,7 +435,7 @@ if __name__ == "__main__":
         os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the runs: where common/ is
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)
-        args = replace(tyro.cli(Args, args=words[:split]), extra=tuple(words[split + 1 :]))
+        args = replace(tyro.cli(Args, args=words[:split], description=__doc__), extra=tuple(words[split + 1 :]))
         states = Counter(job.state for job in main(args))
         if not args.dry_run and not states.keys() <= {"done", "submitted"}:
             counts = ", ".join(f"{count} {state}" for state, count in states.items())

@@ -238,7 +238,7 @@ class Run:
 
     def summary(self) -> str:
         """The mean return of the last 100 episodes, and the share of them that solved their levels."""
-        return describe(mean(self.recent), mean(self.recent_complete)) if self.recent else "no episode yet"
+        return describe(mean(self.recent), mean(self.recent_complete)) if self.recent else "no episode logged"
 
     def note(self, text: str) -> None:
         """Show a line that stays."""

@@ -165,6 +165,10 @@ def test_runs_are_made_once(tmp_path, in_process, capsys):
     capsys.readouterr()
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0)] * 2
     assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
+    meta = folders[0] / "meta.json"
+    meta.write_text(meta.read_text().replace('"script_sha256": "', '"script_sha256": "other'))
+    launcher.main(make_args(tmp_path, seeds=2, dry_run=True))
+    assert capsys.readouterr().out.count("# made by another version of ppo.py") == 1
     (folders[0] / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")  # stops no other run
     assert states(launcher.main(make_args(tmp_path, seeds=3))) == [("done", 0), ("done", 0), ("done", 1)]
     assert len(run_folders(tmp_path)) == 3

@@ -106,7 +106,7 @@ def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settin
     args |= {"total_timesteps": steps} | settings
     command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
     meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 3, "finished": "2026-11-28T05:10:03Z"}
-    meta["script_sha256"] = name.removesuffix("-copy")
+    meta["script_sha256"] = name.removesuffix("-copy") + str(seed) * (name == "idea")
     (run_dir / "args.json").write_text(json.dumps(args))
     (run_dir / "meta.json").write_text(json.dumps(meta))
     return run_dir
@@ -153,18 +153,25 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
     assert (len(steps), steps[-1]) == (32, 12_288)
     assert {round(text.get_fontsize(), 3) for text in figure.findobj(Text) if text.get_text()} == {12}  # at 6.6 inches
     assert "PPO, train-procgen" in [line.get_label() for line in figure.axes[3].lines]
-    with pytest.raises(InputError, match=r"--baseline pp: name one of several\. The runs are of idea, ppo"):
+    with pytest.raises(InputError, match=r"--baseline pp needs runs of it and of others\. There are idea, ppo"):
         made(*runs.iterdir(), baseline="pp")
     names = ["ppo", "ppg", *"abcdefg"]
     assert len({readme.colour(name, names) for name in names}) == len(names)
 
 
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
-    for idea, seed, flags in (("ppo", 1, 4), ("ppo", 2, 4), ("ppo-copy", 1, 4), ("idea", 1, "8 --gamma 0.9")):
+    for idea, seed, flags in (
+        ("ppo", 1, 4),
+        ("ppo", 2, 4),
+        ("ppo-copy", 1, 4),
+        ("idea", 1, "8 --gamma 0.9"),
+        ("idea", 2, "8 --gamma 0.9"),
+    ):
         write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
     write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 2, " --lr '<\n'", exp_name="../../<!-- x -->|\n$\\frac$")
     text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
-    assert "\n- idea has --gamma 0.9 --num-envs 8 where PPO has --num-envs 4: CartPole-v1\n" in text
+    assert "\n- idea was started with --gamma 0.9 --num-envs 8, PPO with --num-envs 4: CartPole-v1\n" in text
+    assert "\n- idea has runs of 2 versions of its script: CartPole-v1\n" in text
     assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
     assert "- CartPole-v1, seed 1: finished at step 2, with 2 rows, which are too few for a curve\n" in text
     assert text.count("The interval takes a single run to vary as") == 1
@@ -173,7 +180,7 @@ def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
 
 
 def test_damaged_files_are_named(tmp_path, made):
-    content, reasons = {"format": FORMAT, "script": "", "args": {}, "step": 163_840, "ranks": []}, {}
+    content, reasons = {"format": FORMAT, "script": "", "args": {}, "step": 163_840, "parts": {}, "ranks": []}, {}
     content["run"] = {"rows": {"progress.csv": 16, "eval.csv": 1}}
     for name, old, new, words in (
         ("args.json", '"seed": 2', '"seed": "../../x"', "has a seed that no script has"),
@@ -227,7 +234,7 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
     assert table_rows(made(*run_dirs, mark=163_840)[0], "PPO maze")[0][2] == "6.00 (n = 3: 5.00, 6.00, 7.00)"
     with pytest.raises(InputError, match=r"there are no runs to report: .*is no run folder.*has no rows"):
         made(*list(left_out.values())[:2])
-    with pytest.raises(InputError, match=r"--baseline ppo: name one of several\. The runs are of ppo"):
+    with pytest.raises(InputError, match=r"--baseline ppo needs runs of it and of others\. There are ppo"):
         made(*run_dirs, baseline="ppo")
     with pytest.raises(InputError, match=r"6 of 9 runs are not collected: .*no run folder.*let it end first"):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))

@@ -245,7 +245,7 @@ def test_plain_progress_lines(finished):
     title = f"{finished.script.Args().exp_name} on CartPole-v1, seed 3, 1,024 steps"
     assert header.startswith(title)
     assert header.endswith(str(finished.path))
-    said = r"return [\d.]+|no episode yet"
+    said = r"return [\d.]+|no episode logged"
     doing = r"  (?:collecting|learning.*|auxiliary phase.*|waiting for actors, \d+/\d+ unrolls)"
     pattern = rf"([\d,]+)/1,024  (?:{said})(?:  \d+ steps/s  ETA 0:\d\d h)?(?:{doing})?"
     shown = [int(re.fullmatch(pattern, line)[1].replace(",", "")) for line in lines]
