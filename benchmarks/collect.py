@@ -3,10 +3,9 @@
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
     python benchmarks/collect.py runs/*__* --unfinished --results my_results     # also others; elsewhere
 
-Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, its progress.csv. A seed<k>.meta.json
-(command, commit, versions, machine, seconds of the run without its pauses) stands beside it, and in seed<k>.eval.csv
-the evaluations of a run with --eval-interval. The curve of a run that has not ended has its last step there, as
-`stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
+Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, its progress.csv. Beside it stand its
+origin, seed<k>.meta.json, and its evaluations, seed<k>.eval.csv. The curve of a run that has not ended has its last
+step there, as `stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
 """
 
 import re

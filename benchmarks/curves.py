@@ -65,7 +65,7 @@ def read_columns(path: Path, text: str, what: str, columns: Sequence[str], **onl
         values = [[float(row[name]) for row in rows] for name in columns]
     except (KeyError, TypeError, ValueError, csv.Error):
         rows = steps = []
-    if not rows or not all(before < after for before, after in pairwise([0, *steps, 2**53])):
+    if not rows or not all(before < after for before, after in pairwise([0, *steps, 10**10])):
         raise InputError(f"{path} is no CSV of {what}: steps that rise, and a number each of {', '.join(columns)}")
     return [steps, *values]
 

@@ -329,6 +329,8 @@ def evaluate(args: Args, task: Task, rows: list[dict[str, Any]]) -> dict[str, fl
     figures = {}
     for number, (game, summary) in enumerate(summaries(played, task.games, task.mode).items()):
         episodes = [episode for each in played[number :: len(task.games)] for episode in each]
+        if not episodes:
+            raise TrainingError(f"no episode of {game} has ended")
         own_rows = by_level(game, episodes, task.mode, task.trained)
         values = {name: summary[column] for name, column in FIGURES.items()}
         values["IQM"] = stats.trim_mean([episode.episodic_return for episode in episodes], 0.25)

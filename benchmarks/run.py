@@ -50,8 +50,7 @@ from common.run import ROOT, lock_folder, sha256, write_atomically
 from common.session import one_line_errors
 from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse, read_json
 
-# Of the Procgen paper: number of levels to train on (0: all), length of a run, and steps between evaluations on all
-# levels. The name begins with the difficulty.
+# Of the Procgen paper: levels to train on (0: all), length of a run, and steps between evaluations on all levels.
 PROTOCOLS = {
     "easy-all": (0, 25_000_000, 0),
     "easy-200": (200, 25_000_000, 262_144),

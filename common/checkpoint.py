@@ -370,7 +370,7 @@ def load_agent(
     InputError if it does not fit, there is none, or the model names code that is neither given here nor our own."""
     model = read_model(source)
     check_own_module(str(source), str(model["args"].get("env_id")), env_id)
-    path = Path(os.path.abspath(ROOT / model["script"])) if script is None else Path(script)
+    path = Path(os.path.abspath(ROOT / model["script"])) if script is None else Path(script).absolute()
     if script is None and path.parent != ROOT.absolute():  # what comes with a model lies elsewhere
         raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")
     try:
@@ -386,7 +386,7 @@ def load_agent(
         agent.load_state_dict(model["agent"])
     except InputError:
         raise
-    except (OSError, ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:  # script or network
+    except (OSError, ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{source} is of another {path.name} ({reason}): use its commit or script.") from error
     accelerate(agent, "eager")

@@ -66,8 +66,7 @@ class HeldOut:
             playing = any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, lengths, strict=True))
         played = [each[:quota] for each in episodes]
         if lacking := quota * len(played) - sum(map(len, played)):
-            words = f"{lacking} of {quota * len(played)} episodes of the evaluation have not ended"
-            print(f"warning: {words} within {LONGEST:,} steps: they do not count", file=sys.stderr)
+            print(f"warning: {lacking} episodes have not ended within {LONGEST:,} steps: left out", file=sys.stderr)
         return played
 
 

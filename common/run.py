@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import numpy as np
@@ -45,6 +46,21 @@ CSV_COLUMNS = {  # after "step" and "seconds"
     " level_complete best",
 }
 LINE_SECONDS = 10  # between lines of progress, where there is no terminal
+
+
+class Interrupt:
+    """A signal handler that raises KeyboardInterrupt. Further signals within ten seconds are ignored, so that saving
+    can finish. Later ones count, because Python drops an exception that is raised in an object's finaliser."""
+
+    held, last = False, -math.inf
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if not self.held and time.monotonic() - self.last > 10:
+            self.last = time.monotonic()
+            raise KeyboardInterrupt(signum)
+
+
+INTERRUPT = Interrupt()
 
 
 class Run:
@@ -81,8 +97,6 @@ class Run:
         else:
             shutil.copy(ROOT / self.script, path)
         settings = to_json(self.args)
-        write_json(path / "meta.json", self.meta)
-        write_json(path / "args.json", settings)  # what makes the folder one to resume
         self.wandb_run = self.track(settings) if self.args.track else None
         self.files = {}
         for name, columns in CSV_COLUMNS.items():
@@ -93,6 +107,8 @@ class Run:
         if not resumed:
             rows = [f"|{key}|{value}|" for key, value in settings.items()]
             self.writer.add_text("hyperparameters", "\n".join(["|setting|value|", "|-|-|", *rows]))
+        write_json(path / "meta.json", self.meta)  # after all that may be refused
+        write_json(path / "args.json", settings)  # what makes the folder one to resume
         return path
 
     def make_meta(self, resumed: Any) -> dict[str, Any]:
@@ -120,7 +136,7 @@ class Run:
         try:
             return wandb.init(**names, resume="allow", sync_tensorboard=True, save_code=True, config=config)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:  # no login, say
-            if self.step == 0:
+            if not self.meta["resumed"]:
                 shutil.rmtree(self.path)
             raise InputError(f"--track: Weights & Biases says: {error} (or set WANDB_MODE=offline)") from error
         except wandb.errors.Error as error:
@@ -128,7 +144,8 @@ class Run:
 
     def cut_log(self, file: Path, header: str) -> None:
         """Begin a CSV, or drop rows that are damaged or of later steps. Add new columns. Say how many rows are lost."""
-        old_header, *rows = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else [header]
+        text = file.read_text(errors="replace") if file.exists() else ""
+        old_header, *rows = text.splitlines(keepends=True) or [header]
         kept = []
         for row in rows:
             step = row.partition(",")[0]
@@ -255,6 +272,7 @@ class Run:
         for each in (self.writer, *self.files.values()):
             with suppress(OSError):  # which an earlier write has raised, too
                 each.close()
+        INTERRUPT.held = False  # all is saved
         if self.wandb_run is not None:
             try:
                 ThreadPoolExecutor(1).submit(self.wandb_run.finish).result(300 if error is None else 5)

@@ -6,12 +6,11 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -24,7 +23,7 @@ from common.envs import Envs, spread_seed
 from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
 from common.procgen_env import PROCGEN_GAMES
-from common.run import ROOT, Run
+from common.run import INTERRUPT, ROOT, Run
 from common.settings import HOST_MEMORY, differs_from_preset, parse
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
@@ -63,12 +62,10 @@ class Session:
         args, num_envs = self.args, num_envs or self.args.num_envs
         video = args.capture_video and number == 0
         render = video and args.env_id.split(",")[0] not in PROCGEN_GAMES  # whose observations are filmed
-        envs = self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render)
-        envs = Envs(envs, video=video)
+        envs = Envs(self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render), video=video)
         self.envs.append(envs)
         self.exits.callback(envs.close)
-        first = number * num_envs
-        envs.reset(seed=[spread_seed(self.seed, env) for env in range(first, first + num_envs)])  # Gymnasium's
+        envs.reset(seed=[spread_seed(self.seed, number * num_envs + env) for env in range(num_envs)])  # Gymnasium's
         if len(envs.single_observation_space.shape or ()) == 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # MLPs gain nothing from a second one, and wait for it on a busy machine
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs
@@ -152,21 +149,6 @@ class Session:
 
 # What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Interrupt:
-    """A signal handler that raises KeyboardInterrupt. Further signals within ten seconds are ignored, so that saving
-    can finish. Later ones count, because Python drops an exception that is raised in an object's finaliser."""
-
-    held, last = False, -math.inf
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if not self.held and time.monotonic() - self.last > 10:
-            self.last = time.monotonic()
-            raise KeyboardInterrupt(signum)
-
-
-INTERRUPT = Interrupt()
 
 
 class Outlet:

@@ -263,7 +263,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
             raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
         check_own_module(f"--resume {known.resume}", str(saved.get("env_id")), known.env_id)
         try:
-            args = from_json(args_class, saved | {"resume": None, "track": False})
+            own = {"resume": None, "track": False, "runs_dir": str(Path(known.resume).parent)}  # not the file's
+            args = from_json(args_class, saved | own)
         except Exception as error:  # of tyro's, too
             raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
         if saved.get("track") and "--track" not in words:

@@ -123,6 +123,7 @@ def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
     (stranger / ".tmp-0").write_text("of a killed process")
     for total in (320, 384):
         resume(stranger, f"--total-timesteps={total}")
+        (stranger / "metrics.csv").write_text("")
         assert f"warning: {stranger / 'progress.csv'} has lost 1 rows\n" in capsys.readouterr().err
     assert "\0" not in (stranger / "progress.csv").read_text()
     assert (
@@ -131,22 +132,31 @@ def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
     assert not list(stranger.rglob(".tmp*"))
 
 
-def test_tracking_may_fail(tmp_path, monkeypatch, capsys):
+def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
     def unreachable(**_):
         raise wandb.errors.CommError("timed out")
 
+    def refuses(**_):
+        raise wandb.errors.UsageError("no login")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    before = {file: file.read_bytes() for file in stranger.rglob("*") if file.is_file()}
+    with pytest.raises(InputError, match="no login"):
+        resume(stranger, "--track")
+    for name in ("meta.json", "args.json", "model.pt"):
+        assert (stranger / name).read_bytes() == before[stranger / name]
     monkeypatch.setattr(wandb, "init", unreachable)
-    assert read_json(ppo.main(make_args(tmp_path, track=True)) / "meta.json")["finished"]
+    assert read_json(ppo.main(make_args(tmp_path / "runs", track=True)) / "meta.json")["finished"]
     assert "warning: Weights & Biases does not answer, so the run is not tracked" in capsys.readouterr().err
     gone, answered = SimpleNamespace(finish=lambda: 1 / 0), threading.Event()
     monkeypatch.setattr(wandb, "init", lambda **_: gone)
-    assert read_json(ppo.main(make_args(tmp_path, track=True)) / "meta.json")["finished"]
+    assert read_json(ppo.main(make_args(tmp_path / "runs", track=True)) / "meta.json")["finished"]
     assert "warning: Weights & Biases has not got all of the run: ZeroDivisionError" in capsys.readouterr().err
     gone.finish = answered.wait
     monkeypatch.setattr(ppo, "update", lambda *_: signal.raise_signal(signal.SIGINT))
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        ppo.main(make_args(tmp_path, track=True))
+        ppo.main(make_args(tmp_path / "runs", track=True))
     answered.set()
     assert time.monotonic() - began < 30
     assert "warning: Weights & Biases has not got all of the run: TimeoutError" in capsys.readouterr().err
@@ -187,7 +197,7 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
     args = make_args(tmp_path, env_id="TestEndless-v0", eval_interval=100, eval_episodes=4, checkpoint_interval=1e9)
     path = ppo.main(args)
     assert saved == [64, 64, 128, 128]
-    assert "warning: 4 of 4 episodes of the evaluation have not ended within 20 steps" in capsys.readouterr().err
+    assert "warning: 4 episodes have not ended within 20 steps: left out" in capsys.readouterr().err
     assert {(row["episodes"], row["episodic_return"]) for row in read_csv(path / "eval.csv")} == {("0", "nan")}
 
 
