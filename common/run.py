@@ -57,6 +57,9 @@ class Interrupt:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if not self.held and time.monotonic() - self.last > 10:
             self.last = time.monotonic()
+            for number in (1, 2):
+                with suppress(OSError):  # it is closed
+                    os.set_blocking(number, os.isatty(number))  # a reader that has stopped would hold the run
             raise KeyboardInterrupt(signum)
 
 
@@ -104,9 +107,6 @@ class Run:
             self.files[name] = (path / name).open("a", newline="", buffering=1)
         purge_step = self.step + 1 if resumed else None  # TensorBoard hides what the run makes again
         self.writer = SummaryWriter(str(path), purge_step=purge_step, flush_secs=2)  # a signal can delay it by this
-        if not resumed:
-            rows = [f"|{key}|{value}|" for key, value in settings.items()]
-            self.writer.add_text("hyperparameters", "\n".join(["|setting|value|", "|-|-|", *rows]))
         write_json(path / "meta.json", self.meta)  # after all that may be refused
         write_json(path / "args.json", settings)  # what makes the folder one to resume
         return path

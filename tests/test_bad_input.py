@@ -3,8 +3,10 @@
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import gymnasium as gym
@@ -188,6 +190,24 @@ def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stre
     """A reader that has gone (`| head -1`), a full disk, a stream that was closed before (`2>&-`)."""
     with fast.Fork(tmp_path, print_much, stream, end) as process:
         assert process.wait() == code
+
+
+def print_for_ever():
+    _, pipe = os.pipe()
+    os.dup2(pipe, 1)
+    with one_line_errors():
+        try:
+            while True:
+                print("a" * 1000, flush=True)
+        finally:
+            print("stopped", flush=True)  # as a run does
+
+
+def test_a_signal_ends_a_run_whose_reader_has_stopped(tmp_path):
+    with fast.Fork(tmp_path, print_for_ever) as process:
+        time.sleep(1)  # by then the pipe is full
+        process.send(signal.SIGTERM)
+        assert process.wait(10) == 143
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you")])
