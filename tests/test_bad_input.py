@@ -192,22 +192,25 @@ def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stre
         assert process.wait() == code
 
 
-def print_for_ever():
-    _, pipe = os.pipe()
-    os.dup2(pipe, 1)
-    with one_line_errors():
-        try:
-            while True:
-                print("a" * 1000, flush=True)
-        finally:
-            print("stopped", flush=True)  # as a run does
+PRINTS = """from common.session import one_line_errors
+with one_line_errors():
+    try:
+        while True:
+            print("a" * 1000, flush=True)
+    finally:
+        print("stopped", flush=True)
+"""
 
 
-def test_a_signal_ends_a_run_whose_reader_has_stopped(tmp_path):
-    with fast.Fork(tmp_path, print_for_ever) as process:
+def test_a_signal_ends_a_run_whose_reader_has_stopped():
+    with subprocess.Popen([sys.executable, "-c", PRINTS], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        os.read(process.stdout.fileno(), 1)  # it has begun
         time.sleep(1)  # by then the pipe is full
-        process.send(signal.SIGTERM)
-        assert process.wait(10) == 143
+        process.terminate()
+        try:
+            assert process.wait(20) == 143
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you")])
