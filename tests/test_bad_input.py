@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -198,7 +197,7 @@ with one_line_errors():
         while True:
             print("a" * 1000, flush=True)
     finally:
-        print("stopped", flush=True)
+        print("stopped" * 1000, flush=True)
 """
 
 
