@@ -231,7 +231,8 @@ def states(protocol: Protocol) -> list[str]:
                 remarks.append(f"with {len(curve.steps)} rows, which are too few for a curve")
             if stopped or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    return lines or ["All runs have finished."]
+    scored = "A return is the mean over the episodes in, at most, the last eighth of the steps before a mark."
+    return [*(lines or ["All runs have finished."]), "", scored]
 
 
 def notes(protocol: Protocol) -> list[str]:
@@ -383,7 +384,7 @@ def draw(axis: figures.plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> No
 
 
 def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
-    """A panel a game: return against steps, on held-out levels dashed. Published runs are grey, or dotted."""
+    """Return against steps, with one window a game. Held-out levels are dashed, published ones grey or dotted."""
     columns = math.ceil(math.sqrt(len(protocol.games)))
     rows = math.ceil(len(protocol.games) / columns)
     figure, axes = figures.plt.subplots(rows, columns, squeeze=False)
@@ -394,10 +395,11 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
         references = {name: (published, {"color": "0.5"})}
         if protocol.name in TEST:
             references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), {"color": "0.5", "ls": "--"})
-        for algorithm in [name for name in protocol.runs if game in protocol.runs[name]]:
-            runs, colour = list(protocol.runs[algorithm][game].values()), readme.colour(algorithm, protocol.runs)
-            last = max(curve.steps[-1] for curve in runs)
-            longest, window = max(longest, last), protocol.window(last)
+        panel = {name: list(games[game].values()) for name, games in protocol.runs.items() if game in games}
+        ends_of = {name: max(curve.steps[-1] for curve in runs) for name, runs in panel.items()}
+        for algorithm, runs in panel.items():
+            colour, last = readme.colour(algorithm, protocol.runs), ends_of[algorithm]
+            longest, window = max(longest, last), protocol.window(min(ends_of.values()) if protocol.out else last)
             ends = np.arange(max(window // 4, 1), last + 1, max(window // 4, 1))
             values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
             values[ends > np.array([curve.steps[-1:] for curve in runs])] = math.nan
@@ -469,9 +471,7 @@ def main(args: Args) -> None:
             raise InputError(f"there are no runs to report: {'; '.join(reasons)}")
         names = sorted({name for protocol in protocols for name in protocol.runs})
         if args.baseline and (args.baseline not in names or len(names) == 1):
-            raise InputError(
-                f"--baseline {args.baseline} needs runs of it and of others. There are {', '.join(names)}."
-            )
+            raise InputError(f"--baseline {args.baseline} needs its runs and others. There are {', '.join(names)}.")
         parts = ["Left out:\n\n" + "".join(f"- {readme.one_line(reason)}\n" for reason in left_out)] if left_out else []
         for protocol in protocols:
             parts.append(report(replace(protocol, out=args.out / protocol.name, mark=args.mark), args.baseline))

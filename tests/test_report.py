@@ -153,7 +153,7 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
     assert (len(steps), steps[-1]) == (32, 12_288)
     assert {round(text.get_fontsize(), 3) for text in figure.findobj(Text) if text.get_text()} == {12}  # at 6.6 inches
     assert "PPO, train-procgen" in [line.get_label() for line in figure.axes[3].lines]
-    with pytest.raises(InputError, match=r"--baseline pp needs runs of it and of others\. There are idea, ppo"):
+    with pytest.raises(InputError, match=r"--baseline pp needs its runs and others\. There are idea, ppo"):
         made(*runs.iterdir(), baseline="pp")
     names = ["ppo", "ppg", *"abcdefg"]
     assert len({readme.colour(name, names) for name in names}) == len(names)
@@ -234,7 +234,7 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
     assert table_rows(made(*run_dirs, mark=163_840)[0], "PPO maze")[0][2] == "6.00 (n = 3: 5.00, 6.00, 7.00)"
     with pytest.raises(InputError, match=r"there are no runs to report: .*is no run folder.*has no rows"):
         made(*list(left_out.values())[:2])
-    with pytest.raises(InputError, match=r"--baseline ppo needs runs of it and of others\. There are ppo"):
+    with pytest.raises(InputError, match=r"--baseline ppo needs its runs and others\. There are ppo"):
         made(*run_dirs, baseline="ppo")
     with pytest.raises(InputError, match=r"6 of 9 runs are not collected: .*no run folder.*let it end first"):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))
