@@ -26,7 +26,7 @@ from common.device import World
 from common.envs import Envs
 from common.fast import accelerate
 from common.run import Run, lock_folder, require_finite, sha256, write_atomically
-from common.settings import ROOT, check_limits, check_own_module, flag, from_json, read_json, to_json
+from common.settings import ROOT, check_limits, check_module, flag, from_json, read_json, to_json
 
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
@@ -369,7 +369,9 @@ def load_agent(
     `script` names another, such as the copy in a run folder, `env_id` a task of a module that may be imported. Raises
     InputError if it does not fit, there is none, or the model names code that is neither given here nor our own."""
     model = read_model(source)
-    check_own_module(str(source), str(model["args"].get("env_id")), env_id)
+    check_module(str(source), str(model["args"].get("env_id")), env_id)
+    if env_id not in (None, model["args"].get("env_id")):
+        raise InputError(f"{source} plays {model['args'].get('env_id')!r}: leave --env-id {env_id} out.")
     path = Path(os.path.abspath(ROOT / model["script"])) if script is None else Path(script).absolute()
     if script is None and path.parent != ROOT.absolute():  # what comes with a model lies elsewhere
         raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")

@@ -145,8 +145,6 @@ class Session:
             self.world.destroy()
 
 
-# ------------------------------------------------------------------------------------------------- errors and signals
-
 # What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -242,7 +242,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def check_own_module(source: str, env_id: str, given: str | None) -> None:
+def check_module(source: str, env_id: str, given: str | None) -> None:
     """Raise InputError for a task "module:name" of a file that the user has not `given`: Gymnasium imports modules."""
     module, found, _ = env_id.partition(":")
     if found and env_id != given:
@@ -261,7 +261,7 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
         saved = read_json(Path(known.resume, "args.json"))
         if not saved:
             raise InputError(f"--resume {known.resume}: no run folder with a readable args.json is there.")
-        check_own_module(f"--resume {known.resume}", str(saved.get("env_id")), known.env_id)
+        check_module(f"--resume {known.resume}", str(saved.get("env_id")), known.env_id)
         try:
             own = {"resume": None, "track": False, "runs_dir": str(Path(known.resume).parent)}  # not the file's
             args = from_json(args_class, saved | own)

@@ -71,6 +71,9 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
     with pytest.raises(InputError, match="is not known"):
         load_agent(stranger, env_id="evil:E-v0")
     assert (stranger / "ran").exists()
+    torch.save(model, stranger / "model.pt")
+    with pytest.raises(InputError, match=r"plays 'CartPole-v1': leave --env-id evil:E-v0 out\.$"):
+        load_agent(stranger, env_id="evil:E-v0")  # a flag is not ignored
 
 
 @pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
