@@ -128,6 +128,7 @@ class StuckEnv(CountEnv):
     """Cannot be closed."""
 
     def close(self):
+        print("closing", flush=True)
         time.sleep(600)
 
 
