@@ -82,7 +82,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
         python(log, script, *words, folder / "killed", kill_when=late)
         (killed,) = (folder / "killed").iterdir()
         exact = "new episodes begin" not in python(log, script, "--resume", killed, *task)
-        said.append("the same run" if exact else "not exact: the environments have no state")
+        said.append("the same run" if exact else "not exact: such environments cannot be put back")
         mine, theirs = contents(killed), contents(whole)
         if exact and (different := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]):
             raise TrainingError(f"not as in an undisturbed run (does open_run get all that learns?): {different}")

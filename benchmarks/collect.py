@@ -39,9 +39,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     run that is not to be collected unfinished, or that differs in settings from seeds there."""
     args, meta, _, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
-        raise InputError(
-            f"{run_dir} has made {meta['stopped_at']} of {args['total_timesteps']} steps: let it end first"
-        )
+        made = f"{meta['stopped_at']} of {args['total_timesteps']} steps"
+        raise InputError(f"{run_dir} has made {made}: let it end first")
     names = (f"{args['distribution_mode']}-{args['num_levels'] or 'all'}", args["exp_name"], args["env_id"])
     folder = results.joinpath(*map(folder_name, names))
     curves.check_files(*folder.glob("*"))
@@ -55,7 +54,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
     for name, path in places.items():
         if path.exists() and not logs.get(name, "").startswith(path.read_text()):
-            raise InputError(f"{run_dir} is left out: {path.relative_to(results)} holds another run of this seed")
+            other = f"of this seed, started {read_json(target.with_suffix('.meta.json')).get('started')}"
+            raise InputError(f"{run_dir} is left out: {path.relative_to(results)} holds another run {other}")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
         places[name].write_text(text)

@@ -32,7 +32,6 @@ from common.run import ROOT, provenance
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
-ALGORITHMS = ("ppo", "ppg", "impala")
 SECONDS = {"tests": 420, "resume": 300, "speed": 420}  # that a part may take
 
 
@@ -56,7 +55,7 @@ def plan(args: Args) -> dict[str, list[str]]:
     parts = {"tests": ["-m", "pytest", "--disable-plugin-autoload", "-m", "gpu", "-v", "--durations=10", *marked]}
     speed = f"--device {args.device} --repeats 1 --no-memory --configurations default"
     speed += " --num-steps 4" if args.rehearse else " compile cudagraphs --num-steps 256"
-    for each in ALGORITHMS:
+    for each in ("ppo", "ppg", "impala"):
         parts[f"resume {each}"] = ["benchmarks/check_copy.py", f"{each}.py", "--", "--device", args.device]
         out = ["--out", str(args.out / "speed" / each)]
         parts[f"speed {each}"] = ["benchmarks/throughput.py", "--algorithms", each, *out, *speed.split()]

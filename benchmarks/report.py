@@ -162,18 +162,19 @@ def read_protocols(results: Path) -> list[Protocol]:
 
 def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
     """Collect runs in `folder`. Returns why others are left out. Of runs that do not go together, those stay whose
-    settings most runs have, and of these the longest."""
+    settings most runs have, of these the longest, and of these the newest."""
     found, left_out = [], []
     for run_dir in run_dirs:
         try:
             _, meta, curve, _ = read_run(run_dir)
             if not any(curve.episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
-            found.append((str(sorted(same_settings(meta["command"], steps=False))), curve.steps[-1], run_dir))
+            settings = str(sorted(same_settings(meta["command"], steps=False)))
+            found.append((settings, curve.steps[-1], str(meta.get("started")), run_dir))
         except (InputError, OSError) as error:
             left_out.append(str(error))
     seeds = Counter(settings for settings, *_ in found)
-    for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], run[1]), reverse=True):
+    for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], *run[1:3]), reverse=True):
         try:
             collect(run_dir, folder, unfinished=True)
         except (InputError, OSError) as error:

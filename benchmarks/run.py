@@ -115,7 +115,7 @@ class Args:
 
 @dataclass
 class Job:
-    """A run to make. `state`: waiting, running, done, failed, elsewhere (in use by another process) or submitted."""
+    """A run to make. `state`: waiting, running, stopped, done, failed, elsewhere (in another process) or submitted."""
 
     algorithm: str  # its script's path from the repository's root, without .py
     words: list[str]  # flags of the script
@@ -323,7 +323,7 @@ def end(job: Job, code: int, args: Args, log: Path) -> None:
 def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
     """Run the jobs that wait, and show all of them; on a signal, stop all runs, which save a checkpoint."""
     free, running, shown = places(args), [], None  # running: (job, process, device, its log, locked)
-    with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+    with Live(console=console, auto_refresh=False) as live:  # where there is no terminal, it shows the end alone
         try:
             while True:
                 for each in [each for each in running if each[1].poll() is not None]:
@@ -342,18 +342,20 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                     if job.state in ("running", "elsewhere"):
                         look(job, args.runs_dir)
                 before, shown = shown, [(job.state, job.attempts) for job in jobs]
-                if console.is_terminal:
-                    live.update(table(jobs), refresh=True)
-                elif shown != before:
-                    console.print(table(jobs))
+                live.update(table(jobs), refresh=True)
                 if not running:
                     return
+                if shown != before and not console.is_terminal:
+                    console.print(table(jobs))
                 time.sleep(POLL_SECONDS)
         finally:
             for _, process, *_ in running:
                 process.send_signal(signal.SIGTERM)
-            for _, process, *_ in running:
+            for job, process, *_ in running:
                 process.wait()
+                look(job, args.runs_dir)
+                job.state = "stopped"
+            live.update(table(jobs))
 
 
 class SlurmRun:

@@ -58,7 +58,6 @@ PHASES = ("act", "env", "learn", "aux")
 COLUMNS = ["algorithm", "configuration", "repeat", "sweep", "precision", "steps_per_second"]
 COLUMNS += [*(f"{phase}_us" for phase in (*PHASES, "wait")), "matmul_gflops", "learn_share_of_matmul"]
 COLUMNS += ["aux_share_of_matmul", "share_of_matmul", "peak_gb", "torch_threads"]
-MATMUL_SIZES = {"cpu": (2048, 4096), "cuda": (4096, 8192)}
 
 
 @dataclass
@@ -128,7 +127,7 @@ def peak_memory(device: Any) -> float:
 def matmul_rate(device: Any, dtype: Any) -> float:
     """FLOP/s of the best of some matrix products."""
     best, torch.backends.cuda.matmul.allow_tf32 = 0.0, True  # as convolutions do by default
-    for size in MATMUL_SIZES[device.type]:
+    for size in {"cpu": (2048, 4096), "cuda": (4096, 8192)}[device.type]:
         a, b, product = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
         for _ in range(8):
             synchronize(device)
@@ -212,7 +211,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     seconds["act"] = seconds.pop("collect") - seconds["env"]
     learner = seconds["learn"] if getattr(args, "num_actors", 0) else sum(seconds.values())
     seconds["wait"] = end - start - learner  # for actors, if there are any, and for all that has no clock
-
     forward, training = flops_per_frame(script, args)
     learn, aux = training * getattr(args, "update_epochs", 1), 0
     if job["algorithm"] == "impala":

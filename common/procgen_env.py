@@ -56,14 +56,13 @@ class ProcgenVectorEnv(VectorEnv):
             mode = "hard"
         self.levels = (levels[0], sum(levels)) if levels[1] else (0, LAST_LEVEL)  # the first, and the first beyond
         options = {name: getattr(args, name) for name in vars(ProcgenArgs())}
-        options |= {"distribution_mode": MODE_NUMBERS[mode], "debug_mode": 0}
         threads = args.num_threads
         if threads is None:
             threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         data = Path(importlib.util.find_spec(self.package).origin).parent / "data"
-        options |= {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed}
-        options |= {"env_name": args.env_id, "num_actions": 15, "num_threads": threads, "render_human": render}
-        options |= {"resource_root": f"{data / 'assets'}{os.sep}"}
+        options |= {"env_name": args.env_id, "distribution_mode": MODE_NUMBERS[mode], "num_actions": 15}
+        options |= {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed, "num_threads": threads}
+        options |= {"render_human": render, "debug_mode": 0, "resource_root": f"{data / 'assets'}{os.sep}"}
         made = {"lib_dir": str(data / "prebuilt"), "num": num_envs, "options": options, "c_func_defs": C_FUNCTIONS}
         if self.package == "procgen":
             from gym3.libenv import CEnv

@@ -84,7 +84,8 @@ class Run:
         self.rows = dict.fromkeys(CSV_COLUMNS, 0) | state.get("rows", {})  # rows that were written to each CSV
         self.path = world.on_rank_zero(lambda: self.open(resumed))
         self.last_shown = self.began = time.monotonic()
-        self.start = self.began - state.get("seconds", 0.0)
+        self.seconds = state.get("seconds", 0.0)  # that the steps up to `step` took
+        self.start = self.began - self.seconds
         self.step_began = self.now_at = self.step  # steps when this process began, and now
         self.speed = None  # steps a second of this process, once it is known
 
@@ -158,10 +159,10 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Statistics of the episodes. Every rank calls it."""
         self.flush()
+        self.seconds = time.monotonic() - self.start
         statistics = {"recent": list(self.recent), "recent_complete": list(self.recent_complete)}
         statistics |= {"new_returns": self.new_returns.copy(), "best_return": self.best_return}
-        statistics |= {"num_episodes": self.num_episodes, "rows": self.rows.copy()}
-        return statistics | {"seconds": time.monotonic() - self.start}
+        return statistics | {"num_episodes": self.num_episodes, "rows": self.rows.copy(), "seconds": self.seconds}
 
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
         """Write finite scalars to TensorBoard, and rows to CSVs by name, which get the seconds since the start."""
@@ -280,8 +281,8 @@ class Run:
                 print(f"warning: Weights & Biases has not got all of the run: {failure!r}", file=sys.stderr)
         self.lock.close()
         if error is None or isinstance(error, KeyboardInterrupt):
-            seconds = time.monotonic() - self.start
-            text = f"{self.step:,} steps in {timedelta(seconds=round(seconds))} ({self.step / seconds:.0f} steps/s), "
+            text = f"{self.step:,} steps in {timedelta(seconds=round(self.seconds))} "
+            text += f"({self.step / max(self.seconds, 0.1):.0f} steps/s), "
             text += f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
             text += f", {self.now_at - self.step:,} more steps are dropped" if self.now_at > self.step else ""
             print(f"{'stopped' if error else 'done'}: {text} | model: {self.path / 'model.pt'}")

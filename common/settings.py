@@ -214,7 +214,7 @@ def from_json(args_class: type, saved: dict[str, Any]) -> Any:
     """The settings of class `args_class` that `to_json` saved, by tyro's parser. Raises any error for others."""
     hints, settings = get_type_hints(args_class), dict(saved)
     for name, value in saved.items():
-        if name in hints and isinstance(value, str | list):
+        if name in hints:
             parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hints[name], set()))
             settings[name] = parser.instance_from_str([str(each) for each in tree_leaves(value)])
     return args_class(**settings)

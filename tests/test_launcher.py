@@ -198,6 +198,7 @@ def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):
         process.wait_for(lambda: all(len(path.read_text().splitlines()) > 4 for path in runs.glob("*/progress.csv")))
         process.send(signal.SIGTERM)
         assert process.wait() == 143
+        assert "2 runs: 2 stopped" in process.output
     folders = run_folders(runs)
     assert len([path for path in folders if list(path.glob("checkpoints/*.pt"))]) == 2
     assert not any(launcher.in_use(path) for path in folders)

@@ -97,7 +97,8 @@ def made(tmp_path, monkeypatch):
 
 def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settings):
     """The folder of a run whose policy returns `value`."""
-    run_dir = runs / f"{game}__{name}__{seed}__{len(list(runs.glob('*')))}"
+    number = len(list(runs.glob("*")))
+    run_dir = runs / f"{game}__{name}__{seed}__{number}"
     run_dir.mkdir(parents=True)
     row = min(16_384, steps // 16 or 1)
     rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0\n" for end in range(row, steps + 1, row)]
@@ -106,6 +107,7 @@ def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settin
     args |= {"total_timesteps": steps} | settings
     command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
     meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 3, "finished": "2026-11-28T05:10:03Z"}
+    meta["started"] = str(number)
     meta["script_sha256"] = name.removesuffix("-copy") + str(seed) * (name == "idea")
     (run_dir / "args.json").write_text(json.dumps(args))
     (run_dir / "meta.json").write_text(json.dumps(meta))
@@ -213,6 +215,7 @@ def test_damaged_files_are_named(tmp_path, made):
 def test_runs_that_are_left_out_are_named(tmp_path, made):
     """Also where they are only collected. A seed that stopped early takes nothing from the comparison of the others."""
     runs = tmp_path / "runs"
+    older = write_run(runs, "ppo", "maze", 1, 6.0)
     write_run(runs, "ppo", "maze", 1, 5.0)
     write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904)
     write_run(runs, "ppo", "maze", 3, 7.0, steps=163_840, total_timesteps=1_015_808)
@@ -222,7 +225,8 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
         "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
         "other settings than .* .--gamma 0.9.:": write_run(runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9"),
         "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
-        "seed1.csv holds another run of this seed": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
+        "seed1.csv holds another run of this seed, started 1": older,
+        "seed1.csv holds another run": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
     }
     run_dirs = (runs, *sorted(runs.iterdir()))
     text, _ = made(*run_dirs)
@@ -236,9 +240,11 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
         made(*list(left_out.values())[:2])
     with pytest.raises(InputError, match=r"--baseline ppo needs its runs and others\. There are ppo"):
         made(*run_dirs, baseline="ppo")
-    with pytest.raises(InputError, match=r"6 of 9 runs are not collected: .*no run folder.*let it end first"):
+    with pytest.raises(InputError, match=r"7 of 10 runs are not collected: .*no run folder.*let it end first"):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))
-    assert "5.50 (n = 2: 5.00, 6.00)" in made(results=tmp_path / "results")[0]
+    assert (
+        "6.00 (n = 2: 6.00, 6.00)" in made(results=tmp_path / "results")[0]
+    )  # collect.py keeps the first that it gets
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ import inspect
 import json
 import math
 import re
+import signal
+import time
 from typing import Literal, get_origin, get_type_hints
 
 import pytest
@@ -94,6 +96,13 @@ def test_words_that_are_more_than_a_flag(words, given):
     assert parse(impala.Args, words.split()) == expected
 
 
+def test_dropped_steps_do_not_slow_a_stopped_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ppo, "update", lambda *args: [time.sleep(1), signal.raise_signal(signal.SIGINT)])
+    with pytest.raises(KeyboardInterrupt):
+        ppo.main(make_args(ppo, tmp_path))
+    assert "stopped: 0 steps in 0:00:00 (0 steps/s), 0 episodes" in capsys.readouterr().out
+
+
 def test_presets_are_defaults(tmp_path):
     """Flags beside a preset win, and the command repeats a run."""
     paper = preset_args(impala.Args, "paper", learning_rate=1e-3)
@@ -110,6 +119,9 @@ def test_presets_are_defaults(tmp_path):
     changed = parse(impala.Args, ["--resume", str(tmp_path), "--preset", "paper"])
     there = {"resume": str(tmp_path), "runs_dir": str(tmp_path.parent)}  # not where a file says
     assert changed == impala.Args(seed=3, preset="paper", **there)  # which `--resume` refuses
+    (tmp_path / "args.json").write_text('{"num_envs": null}')
+    with pytest.raises(InputError, match="was made by a script with other flags"):
+        parse(impala.Args, ["--resume", str(tmp_path)])
 
 
 def test_what_a_preset_is_not_is_told(tmp_path, capsys):
