@@ -14,6 +14,8 @@
         appo: one pass over random minibatches, ratios clipped         appo_loss, update
         publish the policy
 
+README.md lists the choices that all three scripts share.
+
 Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, not with `--preset paper`):
 1. After V-trace comes a pass like PPO's, over a random three quarters of the steps. The ratio to the policy that
    V-trace used is clipped, as in IMPACT (Luo et al. 2020, https://arxiv.org/abs/1912.00167).
@@ -24,10 +26,11 @@ Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, 
 5. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL.
    rlax multiplies the bracket by lambda, too.
 6. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
-7. Unrolls that wait in the queue when a run ends are dropped, and their episodes are not logged.
+7. Max-pooling pads both sides; TensorFlow pads one side.
+8. Unrolls that wait in the queue when a run ends are dropped, and their episodes are not logged.
 """
 
-from common import InputError, TrainingError  # isort: skip (first: its handler of Ctrl-C)
+from common import InputError, TrainingError  # isort: skip (first: a Ctrl-C in other imports is one line)
 import copy
 import math
 import sys
@@ -611,7 +614,7 @@ def main(args: Args) -> Path:
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         if args.optimizer == "rmsprop":
             optimizer = RMSprop(agent.parameters(), args.learning_rate, alpha=0.99, eps=args.rmsprop_eps)
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]  # a resume loads annealed ones
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         progress = Kept(history=[], ends={})  # metrics since the last row; environments' states after their last unroll

@@ -9,14 +9,17 @@
             scale rewards; estimate advantages and returns             RewardNormalizer, compute_gae
             E_pi and E_V times, for each minibatch: train as PPO       update, ppo_loss
             store observations and value targets                       Phase.add
-        E_aux times, for each minibatch of all N_pi rollouts:          auxiliary_phase
+        remember the policy at all observations                        auxiliary_phase
+        E_aux times, for each minibatch of all N_pi rollouts:
             minimise L^aux + beta_clone KL + L^value                   aux_loss
+
+README.md lists the choices that all three scripts share.
 
 Differs from the paper and from OpenAI's phasic-policy-gradient (1 to 4: by default, not with `--preset paper`):
 1. Phases have 8 iterations and 3 auxiliary passes, not 32 and 6. This learns faster at first (benchmarks/NOTES.md).
 2. Minibatches have random steps of all environments, not whole rollouts of a few. This learns faster at first, too.
 3. The policy phase halves the paper's learning rate, for minibatches a quarter as large. With four ranks use 5e-4.
-4. One encoder costs half of two. No value gradient ever reaches it, as with `detach` in OpenAI's code.
+4. One encoder costs half of two. Of the value heads only the auxiliary one trains it, as in OpenAI's `detach`.
 5. If E_pi and E_V differ, the value's passes come first, as in OpenAI's code.
 6. A run that ends in mid-phase closes with an auxiliary phase.
 7. Advantages are divided by the sample standard deviation (Bessel's correction). OpenAI uses the population's.
@@ -28,7 +31,7 @@ Differs from CleanRL's ppg_procgen.py:
 4. CleanRL has the paper's phases and learning rate, and drops a last phase that is not complete.
 """
 
-from common import InputError  # isort: skip (first: its handler of Ctrl-C)
+from common import InputError  # isort: skip (first: a Ctrl-C in other imports is one line)
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +51,7 @@ from common.device import World, frame_store, to_device
 from common.envs import Envs, make_vec
 from common.fast import accelerate
 from common.learning import PolicyHead, RewardNormalizer, action_dist, backward, init_layer, mean_metrics, policy_kl
-from common.run import Run, require_finite
+from common.run import Run
 from common.session import Session, run_script
 from common.settings import EnvArgs, Fraction, InitFn, IntrinsicArgs, NetworkArgs, NotNegative, Positive, RunArgs
 
@@ -65,7 +68,7 @@ class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
     exp_name: str = Path(__file__).stem
     """name of the experiment, a part of the run folder's name"""
     preset: Literal["short", "paper"] = "short"
-    """short: short phases, one encoder, half the learning rate. paper: the paper's, for 4 ranks. Flags beside it win"""
+    """short: short phases, one encoder, half the learning rate; paper: the paper's settings, for 4 ranks"""
     learning_rate: NotNegative[float] = 2.5e-4
     """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False
@@ -410,7 +413,7 @@ def value_only_loss(agent: Agent, minibatch: Rollout, args: Args) -> tuple[Tenso
 
 
 def random_steps(shape: tuple[int, int, int], device: torch.device) -> Tensor:
-    """The steps 0 to K x T x N - 1 of rollouts [K, T, N], int64, in random order."""
+    """The steps 0 to N_pi x T x N - 1 of rollouts [N_pi, T, N], int64, in random order."""
     return torch.randperm(math.prod(shape), device=device)
 
 
@@ -461,8 +464,8 @@ class Phase:
 
     def __init__(self, size: int, rollout: Rollout, args: Args, device: torch.device):
         disk = args.runs_dir if args.aux_frames == "disk" else None
-        self.obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, disk)  # [K, T, N, ...]
-        self.returns = torch.empty((size, *rollout.rewards.shape), device=device)  # [K, T, N] float32, value targets
+        self.obs = frame_store((size, *rollout.obs.shape), rollout.obs.dtype, device, disk)  # [N_pi, T, N, ...]
+        self.returns = torch.empty((size, *rollout.rewards.shape), device=device)  # [N_pi, T, N] float32, value targets
         self.actions = torch.empty((size, *rollout.actions.shape), dtype=rollout.actions.dtype)  # for checkpoints
 
     def begin(self, envs: Envs) -> None:
@@ -521,7 +524,7 @@ def auxiliary_phase(agent: Agent, optimizer: Optimizer, phase: Phase, args: Args
             run.show(f"auxiliary phase {len(history)}/{args.e_aux * len(minibatches)}")
             frames = to_device(obs.index_select(0, indices.to(obs.device)), device)
             minibatch = AuxMinibatch(frames, old_params[indices], returns[indices])
-            optimizer.zero_grad()  # drops the policy phase's last gradient, too
+            optimizer.zero_grad()
             metrics = backward(aux_loss, agent, minibatch, args, run.world, at_most=at_a_time)
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
             metrics["losses/aux/grad_norm"] = grad_norm
@@ -545,7 +548,7 @@ def main(args: Args) -> Path:
         value_optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         aux_optimizer = Adam(agent.parameters(), args.aux_learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
         optimizers = optimizer, value_optimizer, aux_optimizer
-        rates = [group["lr"] for each in optimizers for group in each.param_groups]
+        rates = [group["lr"] for each in optimizers for group in each.param_groups]  # a resume loads annealed ones
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, compute_gae, epochs=args.e_value)
@@ -582,7 +585,6 @@ def main(args: Args) -> Path:
             # ---- auxiliary phase
             phase.add(rollout, returns)
             if phase.length == len(phase.obs) or step >= run.total_steps:
-                require_finite(step, metrics)  # before many passes are spent on a broken network
                 metrics |= auxiliary_phase(agent, aux_optimizer, phase, args, run)
                 phase.begin(envs)
 

@@ -26,7 +26,7 @@ Differs from CleanRL's ppo_procgen.py:
 3. Losses are logged as means over all minibatches. CleanRL logs the last minibatch's.
 """
 
-from common import InputError  # isort: skip (first: its handler of Ctrl-C)
+from common import InputError  # isort: skip (first: a Ctrl-C in other imports is one line)
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -376,7 +376,7 @@ def main(args: Args) -> Path:
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         accelerate(agent, args.accelerate)
         optimizer = Adam(agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=device.type == "cuda")
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]  # a resume loads annealed ones
         norm_gamma = args.gamma if args.norm_reward_gamma is None else args.norm_reward_gamma
         reward_normalizer = RewardNormalizer(args.num_envs, norm_gamma, args.norm_reward, world.moments)
         intrinsic = session.make_intrinsic(envs, compute_gae, epochs=args.update_epochs)
