@@ -3,7 +3,7 @@
 import sys
 
 
-class InputError(ValueError):
+class InputError(Exception):
     """Settings that cannot work. The message says what to change; raised before anything is started."""
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from common import InputError, TrainingError
 from common.device import World
@@ -31,8 +31,7 @@ from common.settings import ROOT, check_limits, check_module, flag, from_json, r
 FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
 RANKS_COPY_SECONDS = 10  # between copies with several ranks: to send 64 states of Procgen takes up to 100 ms
-NUMPY = [bytes, np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]]  # and of each number:
-NUMPY += {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
+NPY = ".npy"  # key of NumPy's arrays and numbers in a file
 CONTENT = {"script": str, "args": dict, "step": int, "run": dict, "parts": dict, "ranks": list}
 
 
@@ -53,15 +52,15 @@ def newest_checkpoint(path: Path) -> dict[str, Any]:
 
 def read_archive(path: Path, parts: dict[str, type]) -> dict[str, Any]:
     """The dict in a file of PyTorch's; runs no code in it. Raises InputError if it is damaged or lacks typed parts."""
-    if "\0" in str(path) or (path.exists() and not path.is_file()):  # to read a pipe would wait for ever
+    if os.path.exists(path) and not os.path.isfile(path):  # to read a pipe would wait for ever
         raise InputError(f"{str(path)!r} is no file.")
     try:
         with zipfile.ZipFile(path) as archive:
             changed = any(each.external_attr for each in archive.infolist())  # zip's checksums do not cover this field
             if archive.testzip() or changed:
                 raise zipfile.BadZipFile
-        with torch.serialization.safe_globals(NUMPY):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        content = tree_map(load_numpy, saved, is_leaf=lambda x: isinstance(x, dict) and NPY in x)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
@@ -78,16 +77,28 @@ def write_archive(path: Path, content: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     buffer.seek(0)
-    with torch.serialization.safe_globals(NUMPY):
-        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if foreign:
         raise InputError(f"a checkpoint cannot hold {', '.join(foreign)}: use tensors, NumPy arrays, numbers and text.")
     write_atomically(path, buffer.getbuffer())
 
 
+def save_numpy(x: np.ndarray | np.generic) -> Any:
+    """An array or number as the bytes of a .npy file. NumPy's own pickles would let a stranger's file run code."""
+    if x.dtype.hasobject:
+        return x  # `write_archive` refuses it
+    file = io.BytesIO()
+    np.save(file, x, allow_pickle=False)
+    return {NPY: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+
+
+def load_numpy(x: Any) -> Any:
+    return np.load(io.BytesIO(x[NPY].numpy().tobytes()), allow_pickle=False)[()] if isinstance(x, dict) else x
+
+
 def copy_to_cpu(value: Any) -> Any:
     """A copy of nested dicts, lists and tuples that shares no tensor or array with `value`."""
-    arrays = tree_map_only(np.ndarray, np.copy, value)
+    arrays = tree_map_only((np.ndarray, np.generic), save_numpy, value)
     return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), arrays)
 
 
@@ -166,8 +177,6 @@ class Checkpoints:
         for file in checkpoint_files(run.path):
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
-        if run.step:
-            self.write_model("model.pt", run.step, parts["agent"].state_dict())
 
     def save(self, step: int) -> None:
         """Copy the state after `step` steps; write it if it is time. Raises TrainingError for NaN or unequal ranks."""
@@ -188,8 +197,8 @@ class Checkpoints:
         statistics = run.state_dict()
         if self.world.rank > 0:
             return
-        self.snapshot = self.head | {"step": step, "run": statistics, "parts": copy_to_cpu(shared)}
-        self.snapshot["ranks"] = [state for state, _ in ranks]
+        snapshot = self.head | {"step": step, "run": statistics, "ranks": [state for state, _ in ranks]}
+        self.snapshot = snapshot | {"parts": copy_to_cpu(shared)}  # a signal may come before or after, not in between
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
             self.last_write = now
@@ -204,8 +213,9 @@ class Checkpoints:
             self.run.writer.flush()  # a run that is resumed from here does not make these events again
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
-            self.write_model("model.pt", self.run.step, self.snapshot["parts"]["agent"])
-            write_archive(folder / f"{self.run.step:012}.pt", self.snapshot)
+            step = self.snapshot["step"]
+            self.write_model("model.pt", step, self.snapshot["parts"]["agent"])
+            write_archive(folder / f"{step:012}.pt", self.snapshot)
             self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
@@ -323,8 +333,6 @@ def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
         for name, part in parts.items():
             state = resumed.checkpoint["parts"] if isinstance(part, SHARED) else resumed.checkpoint["ranks"][rank]
             part.load_state_dict(state[name])
-    except InputError:
-        raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise InputError(f"--resume {resumed.path}: its checkpoint does not fit this script ({error!r}).") from error
 
@@ -332,7 +340,7 @@ def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:
 def read_model(source: Path | str) -> dict[str, Any]:
     """The `script`, `args` and weights (`agent`) in a model, checkpoint or run folder. Raises InputError."""
     path = Path(source)
-    content = read_archive(path / "model.pt" if path.is_dir() else path, {"script": str, "args": dict})
+    content = read_archive(path / "model.pt" if os.path.isdir(path) else path, {"script": str, "args": dict})
     parts = content.get("parts", content)
     agent = parts.get("agent") if isinstance(parts, dict) else None
     if not isinstance(agent, dict) or not all(isinstance(value, torch.Tensor) for value in agent.values()):
@@ -357,8 +365,8 @@ def load_weights(agent: torch.nn.Module, source: str, heads: Literal["keep", "po
     fits = {name: weights[name] for name in same if name.split(".")[0] not in anew}
     if all(name.split(".")[0] in agent.policy_heads + agent.value_heads for name in fits):
         raise InputError(f"--init-from {source}: nothing of its encoder fits this network: use the same flags.")
-    if missing := ", ".join(name for name in own if name not in fits):
-        print(f"note: --init-from {source}: {missing} start anew", file=sys.stderr)
+    missing = ", ".join(name for name in own if name not in fits) or "no weights"
+    print(f"note: --init-from {source}: {missing} start anew", file=sys.stderr)
     agent.load_state_dict(own | fits)
 
 
@@ -386,8 +394,6 @@ def load_agent(
         envs.close()
         agent = module.Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.load_state_dict(model["agent"])
-    except InputError:
-        raise
     except (OSError, ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{source} is of another {path.name} ({reason}): use its commit or script.") from error

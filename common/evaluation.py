@@ -1,10 +1,12 @@
 """Evaluation on held-out levels: the same episodes each time, by the agent alone; a run does not notice it."""
 
 import copy
+import csv
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,22 +138,12 @@ class Evaluator:
         return best
 
 
-# Returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, https://arxiv.org/abs/1912.01588,
-# appendix C). For easy jumper and leaper the paper prints 3 as the least; 1 and 1.5 are those of the authors' code.
-RETURN_RANGES = {
-    "easy": {
-        "coinrun": (5, 10), "starpilot": (2.5, 64), "caveflyer": (3.5, 12), "dodgeball": (1.5, 19),
-        "fruitbot": (-1.5, 32.4), "chaser": (0.5, 13), "miner": (1.5, 13), "jumper": (1, 10),
-        "leaper": (1.5, 10), "maze": (5, 10), "bigfish": (1, 40), "heist": (3.5, 10),
-        "climber": (2, 12.6), "plunder": (4.5, 30), "ninja": (3.5, 10), "bossfight": (0.5, 13),
-    },
-    "hard": {
-        "coinrun": (5, 10), "starpilot": (1.5, 35), "caveflyer": (2, 13.4), "dodgeball": (1.5, 19),
-        "fruitbot": (-0.5, 27.2), "chaser": (0.5, 14.2), "miner": (1.5, 20), "jumper": (1, 10),
-        "leaper": (1.5, 10), "maze": (4, 10), "bigfish": (0, 40), "heist": (2, 10),
-        "climber": (1, 12.6), "plunder": (3, 30), "ninja": (2, 10), "bossfight": (0.5, 13),
-    },
-}  # fmt: skip
+# By mode and game: returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, appendix C,
+# https://arxiv.org/abs/1912.01588). Easy jumper and leaper have the least of the authors' code. The paper prints 3.
+RETURN_RANGES = {"easy": {}, "hard": {}}
+for row in csv.DictReader(Path(__file__).with_name("return_ranges.csv").read_text().splitlines()):
+    for mode, ranges in RETURN_RANGES.items():
+        ranges[row["game"]] = float(row[f"{mode}_least"]), float(row[f"{mode}_best"])
 
 
 def normalized(episodic_return: float, game: str, distribution_mode: str) -> float:

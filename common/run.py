@@ -91,7 +91,8 @@ class Run:
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
-        self.path = path = resumed.path if resumed else make_run_dir(self.args)
+        path = resumed.path if resumed else make_run_dir(self.args)
+        self.path = path = path.absolute()  # environments may change the working directory
         self.lock = resumed.lock if resumed else lock_folder(path)
         self.meta = self.make_meta(resumed)
         if resumed:

@@ -133,6 +133,8 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
+            if isinstance(error, SystemExit):
+                error = (TrainingError if opened else InputError)(f"an environment ends the process ({error!r})")
             said = re.search("allocate memory|size calculation", str(error))  # PyTorch's has no type on a CPU
             if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
@@ -194,11 +196,10 @@ def one_line_errors() -> Iterator[None]:
     INTERRUPT.held = True
     for number in SIGNALS:  # the interpreter's end takes Python's handlers away
         signal.signal(number, signal.SIG_IGN)
-    if any(thread.name.startswith(("actor", "wandb")) for thread in threading.enumerate()):
+    if threading.active_count() > 1:  # actors, W&B's, or an environment's
         sys.stdout.flush()
         os._exit(code)  # the interpreter's own way out would wait for what may hang, and abort beside an actor
-    if code:
-        sys.exit(code)
+    sys.exit(code)
 
 
 def run_script(main: Callable[[Any], Path], args_class: type) -> None:

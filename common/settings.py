@@ -233,7 +233,7 @@ def differs_from_preset(args: Any) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The dict in a JSON file; an empty one if the file holds no dict or cannot be read."""
-    if not path.is_file():  # a pipe would keep us waiting
+    if not os.path.isfile(path):  # a pipe would keep us waiting
         return {}
     try:
         content = json.loads(path.read_text())
