@@ -115,7 +115,7 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
 
 @ALL
 @pytest.mark.parametrize(
-    ("kind", "space", "words"),
+    ("part", "value", "words"),
     [
         ("action_space", gym.spaces.MultiDiscrete([2, 3]), ["no distribution for MultiDiscrete"]),
         ("action_space", gym.spaces.Discrete(3, start=-1), ["for Discrete(3, start=-1)", "Discrete from 0"]),
@@ -123,10 +123,11 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
         ("action_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["no distribution for Box", "use", "flat"]),
         ("observation_space", gym.spaces.Box(0, 1, (8, 8, 3), np.float32), ["no encoder for Box", "uint8 frames"]),
         ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["no encoder for Dict"]),
+        ("reset", mock.Mock(side_effect=KeyError("no asset")), ["cannot be made: KeyError: 'no asset'"]),
     ],
 )
-def test_rejected_spaces(script, kind, space, words, tmp_path, monkeypatch):
-    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv, kwargs={kind: space}))
+def test_rejected_tasks(script, part, value, words, tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv, kwargs={part: value}))
     check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
 
 
