@@ -63,10 +63,6 @@ def run_command(*args, **settings):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def seeds_of(folders):
-    return sorted(read_json(path / "args.json")["seed"] for path in folders)
-
-
 def states(jobs):
     return [(job.state, job.attempts) for job in jobs]
 
@@ -74,12 +70,11 @@ def states(jobs):
 def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch):
     """ppo.py with another gamma and a task that it registers. It finds `common/`, takes no other script's run for its
     own, and its curve can be collected. The command tells a failure: the scripts alone know the games of the Atari."""
-    idea, runs, source = tmp_path / "ideas" / "ppo.py", tmp_path / "runs", (ROOT / "ppo.py").read_text()
+    idea, runs, results = tmp_path / "ideas" / "ppo.py", tmp_path / "runs", tmp_path / "results"
+    source = (ROOT / "ppo.py").read_text().replace("gamma: Fraction = 0.999", "gamma: Fraction = 0.9")
     task = 'gym.register("MyPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=20)\n'
     idea.parent.mkdir()
-    idea.write_text(
-        f"import gymnasium as gym\n{task}{source.replace('gamma: Fraction = 0.999', 'gamma: Fraction = 0.9')}"
-    )
+    idea.write_text(f"import gymnasium as gym\n{task}{source}")
     launcher.main(make_args(runs))
     result = run_command(runs, 256, "--scripts", str(idea), env_ids="CartPole-v1 ALE/Nothing-v5", seeds=1)
     assert "4 runs: 2 done, 2 failed" in result.stdout, result.stdout + result.stderr
@@ -91,7 +86,6 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     assert mine.path != own.path
     assert (mine.settings.gamma, own.settings.gamma) == (0.999, 0.9)
     assert (ROOT / own.command("runs")[0]).resolve() == idea
-    results = tmp_path / "results"
     assert collect.collect(own.path, results) == results / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
     with pytest.raises(InputError, match="has other settings"):
         collect.collect(mine.path, results)
@@ -161,7 +155,6 @@ def test_places(monkeypatch):
 def test_runs_are_made_once(tmp_path, in_process, capsys):
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 1)] * 2
     folders = run_folders(tmp_path)
-    assert seeds_of(folders) == [1, 2]
     capsys.readouterr()
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0)] * 2
     assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
@@ -226,7 +219,7 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     monkeypatch.setattr(launcher, "start", start_beside_another)
     jobs = launcher.main(make_args(runs, seeds=2, runs_per_device=1))
     assert states(jobs) == [("done", 1), ("done", 0)]
-    assert seeds_of(run_folders(runs)) == [1, 2]
+    assert len(run_folders(runs)) == 2
 
 
 def launch(folder):
