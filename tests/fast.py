@@ -126,26 +126,23 @@ def run_script(name: str, words: list[str]) -> None:
 class ForkedScript(multiprocessing.get_context("fork").Process):
     """In place of `subprocess.Popen(["python", "ppo.py", ...])`: forked from this process, which has loaded PyTorch."""
 
-    returncode = property(lambda script: script.exitcode)
-
-    def __init__(self, command: list[str], *, stdout: IO | None = None, **settings):
+    def __init__(self, command: list[str], *, stdout: IO, **settings):
         _, script, *words = command
         super().__init__(target=run_forked, args=(stdout, Path(script).stem, words))
+        self.wait = self.join
         self.start()
 
     def poll(self) -> int | None:
         return self.exitcode
 
-    def wait(self) -> int:
-        self.join()
-        return self.exitcode
+    returncode = property(poll)
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
 
-def run_forked(output: IO | None, name: str, words: list[str]) -> None:
-    for descriptor in (1, 2) if output else ():
+def run_forked(output: IO, name: str, words: list[str]) -> None:
+    for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     die_with_parent()
     mock.patch.stopall()
