@@ -24,8 +24,7 @@ from common import InputError
 from common.run import ROOT
 from helpers import read_json, resumed_at, wait_until
 
-SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]
-SMALL += ["--update-epochs", "1"]
+SMALL = ["--num-envs=4", "--num-steps=32", "--num-minibatches=2", "--checkpoint-interval=100", "--update-epochs=1"]
 
 
 def make_args(runs_dir, **settings):
@@ -105,11 +104,10 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
 def test_protocols(mode, levels, steps):
     """The matrix has one seed of all first."""
     for number in (0, levels):
-        args = launcher.Args(protocol=f"{mode}-{number or 'all'}", seeds=2, extra=("--vf-coef", "0.9"))
-        jobs = launcher.make_jobs(args)
-        assert [job.name for job in jobs] == [
-            f"{each} starpilot {n}" for n in (1, 2) for each in ("ppo", "ppg", "impala")
-        ]
+        protocol = f"{mode}-{number or 'all'}"
+        jobs = launcher.make_jobs(launcher.Args(protocol=protocol, seeds=2, extra=("--vf-coef", "0.9")))
+        names = [f"{script} starpilot {seed}" for seed in (1, 2) for script in ("ppo", "ppg", "impala")]
+        assert [job.name for job in jobs] == names
         for settings in (job.settings for job in jobs):
             assert (settings.distribution_mode, settings.num_levels, settings.total_timesteps) == (mode, number, steps)
             assert (settings.eval_interval > 0, settings.eval_num_levels) == (number > 0, 0)

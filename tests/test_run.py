@@ -179,11 +179,10 @@ def test_metrics_csv(finished):
         assert [value for _, value in found] == pytest.approx([value for _, value in scalars[tag]], rel=1e-4)
 
 
-@pytest.mark.parametrize("source", ["folder", "model", "checkpoint"])
-def test_a_file_alone_is_the_agent(source, finished, tmp_path):
+@pytest.mark.parametrize("file", ["", "model.pt", "checkpoints/*.pt"])
+def test_a_file_alone_is_the_agent(file, finished, tmp_path):
     """A model or a checkpoint in an empty folder; or the run folder."""
-    files = {"model": finished.path / "model.pt", "checkpoint": next(finished.path.glob("checkpoints/*.pt"))}
-    place = finished.path if source == "folder" else shutil.copy(files[source], tmp_path / "some.pt")
+    place = shutil.copy(next(finished.path.glob(file)), tmp_path / "some.pt") if file else finished.path
     agent, args, _ = load_agent(place)
     assert args == finished.args
     assert not agent.training
