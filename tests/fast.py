@@ -42,14 +42,6 @@ def small_networks():
         yield
 
 
-def start_server() -> None:
-    """Start the process that a `Fork` is forked from, unless it runs. It gets ready in the background."""
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PRELOAD": "1"}
-    with mock.patch.dict(os.environ, environment):
-        FORKS.set_forkserver_preload(["fast"])
-        multiprocessing.forkserver.ensure_running()
-
-
 class Fork:
     """`function(*args)` in a process of its own; `output` and `errors` are what it has printed so far.
 
@@ -58,7 +50,10 @@ class Fork:
     """
 
     def __init__(self, folder: Path, function: Callable, *args):
-        start_server()
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PRELOAD": "1"}
+        with mock.patch.dict(os.environ, environment):  # of the server, which starts unless it runs
+            FORKS.set_forkserver_preload(["fast"])
+            multiprocessing.forkserver.ensure_running()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / "output", folder / "errors"]
         for file in self.files:
