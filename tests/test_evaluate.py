@@ -279,8 +279,7 @@ def test_exported_policies_give_the_same_logits(tmp_path):
         if case == "lstm":
             params, state = params
             torch.testing.assert_close(state, next_state, rtol=0, atol=1e-4)
-        if case == "gaussian":
-            found, wanted = params, torch.cat([dist.mean, dist.stddev.log()], -1)
-        else:
-            found, wanted = params.log_softmax(-1), dist.logits
+        gaussian = case == "gaussian"
+        found = params if gaussian else params.log_softmax(-1)
+        wanted = torch.cat([dist.mean, dist.stddev.log()], -1) if gaussian else dist.logits
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
