@@ -115,13 +115,10 @@ class PushEnv(CountEnv):
 class CrashEnv(CountEnv):
     """Raises an error in its 50th step."""
 
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 50:
+    def reward(self, action):
+        if self.count == 49:
             raise ZeroDivisionError("the simulator has crashed")
-        return super().step(action)
+        return 1.0
 
 
 class StuckEnv(CountEnv):
@@ -135,20 +132,16 @@ class StuckEnv(CountEnv):
 class SpoiltEnv(CountEnv):
     """Gives a bad first observation, observation or reward in its 25th step, or last observation in its 30th."""
 
-    spoilt, steps = ("reward", 0.0), 0
+    spoilt = ("reward", 0.0)
 
-    def reset(self, **kwargs):
-        obs, info = super().reset(**kwargs)
+    def observe(self):
         what, value = self.spoilt
-        return obs * value if what == "first observation" else obs, info
+        when = {"first observation": 0, "observation": 25, "last observation": 30}.get(what)
+        return super().observe() * (value if self.count == when else 1)
 
-    def step(self, action):
-        obs, reward, *rest = super().step(action)
-        self.steps += 1
+    def reward(self, action):
         what, value = self.spoilt
-        if self.steps == (30 if what == "last observation" else 25):
-            obs, reward = (obs, value) if what == "reward" else (obs * value, reward)
-        return obs, reward, *rest
+        return value if what == "reward" and self.count == 24 else 1.0
 
 
 class StillEnv(CountEnv):
@@ -186,7 +179,6 @@ def small_networks():
         yield
 
 
-for kind in (LuckEnv, ArmEnv, CueEnv, PushEnv):
-    gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind)
-for kind, limit in {CountEnv: 5, CrashEnv: 5, StuckEnv: 5, SpoiltEnv: 30, BitsEnv: 10}.items():
+limits = {CountEnv: 5, StuckEnv: 5, SpoiltEnv: 30, BitsEnv: 10}
+for kind, limit in (dict.fromkeys([LuckEnv, ArmEnv, CueEnv, PushEnv, CrashEnv]) | limits).items():
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind, max_episode_steps=limit)

@@ -42,14 +42,6 @@ def small_networks():
         yield
 
 
-def start_server() -> None:
-    """Start the process that a `Fork` is forked from, unless it runs. It gets ready in the background."""
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PRELOAD": "1"}
-    with mock.patch.dict(os.environ, environment):
-        FORKS.set_forkserver_preload(["fast"])
-        multiprocessing.forkserver.ensure_running()
-
-
 class Fork:
     """`function(*args)` in a process of its own; `output` and `errors` are what it has printed so far.
 
@@ -58,7 +50,10 @@ class Fork:
     """
 
     def __init__(self, folder: Path, function: Callable, *args):
-        start_server()
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PRELOAD": "1"}
+        with mock.patch.dict(os.environ, environment):  # of the server, which starts unless it runs
+            FORKS.set_forkserver_preload(["fast"])
+            multiprocessing.forkserver.ensure_running()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / "output", folder / "errors"]
         for file in self.files:
@@ -126,26 +121,23 @@ def run_script(name: str, words: list[str]) -> None:
 class ForkedScript(multiprocessing.get_context("fork").Process):
     """In place of `subprocess.Popen(["python", "ppo.py", ...])`: forked from this process, which has loaded PyTorch."""
 
-    returncode = property(lambda script: script.exitcode)
-
-    def __init__(self, command: list[str], *, stdout: IO | None = None, **settings):
+    def __init__(self, command: list[str], *, stdout: IO, **settings):
         _, script, *words = command
         super().__init__(target=run_forked, args=(stdout, Path(script).stem, words))
+        self.wait = self.join
         self.start()
 
     def poll(self) -> int | None:
         return self.exitcode
 
-    def wait(self) -> int:
-        self.join()
-        return self.exitcode
+    returncode = property(poll)
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
 
-def run_forked(output: IO | None, name: str, words: list[str]) -> None:
-    for descriptor in (1, 2) if output else ():
+def run_forked(output: IO, name: str, words: list[str]) -> None:
+    for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     die_with_parent()
     mock.patch.stopall()

@@ -22,7 +22,7 @@ from common.procgen_env import PROCGEN_GAMES
 from common.run import ROOT
 from common.session import one_line_errors
 from conftest import StillEnv
-from helpers import ALL, flags, parameters, small_args
+from helpers import ALL, SCRIPTS, flags, parameters, small_args
 
 ALL_GAMES = ", ".join(PROCGEN_GAMES)
 ONE_STEP = {"num_envs": 2, "num_steps": 1, "norm_adv": "minibatch"}
@@ -44,46 +44,37 @@ def check_rejected(script, tmp_path, settings, *words):
     assert not list(tmp_path.glob("runs/*"))
 
 
-@ALL
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        # the task
-        ({"env_id": "starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
-        ({"env_id": "coinrun,starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
-        ({"env_id": "CartPole-v7"}, ["CartPole-v7", "Did you mean CartPole-v1?"]),
-        ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "no encoder for Discrete(16)"]),
-        # Procgen's modes and levels
-        ({"env_id": "coinrun,bigfish", "distribution_mode": "memory"},
-         ["coinrun, bigfish has no memory mode", "--distribution-mode memory works with", "caveflyer"]),
-        ({"env_id": "coinrun", "distribution_mode": "exploration", "num_levels": 10},
-         ["--distribution-mode exploration", "leave --num-levels and --start-level out"]),
-        ({"env_id": "coinrun,maze", "distribution_mode": "exploration"}, ["single game", "coinrun, maze"]),
-        ({"env_id": "coinrun,maze,heist"}, ["--num-envs 4", "multiple of 3"]),
-        ({"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
-        ({"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
-        ({"num_levels": 5, "center_agent": False}, ["leave them out for CartPole-v1 (--num-levels, --center-agent)"]),
-        ({"env_id": "maze", "use_generated_assets": True}, ["add --no-use-backgrounds"]),
-        # evaluations
-        ({"env_id": "maze", "eval_num_levels": 9}, ["--eval-num-levels", "add --eval-interval"]),
-        ({"env_id": "maze", "eval_interval": 64, "eval_start_level": 200}, ["--eval-start-level", "--eval-num-levels"]),
-        # devices, heads, memory (limits of numbers: tests/test_session.py)
-        ({"device": "cuda:99"}, ["--device cuda:99", "CUDA GPUs here: use --device auto or another"]),
-        ({"device": "tpu"}, ["--device 'tpu'", "auto, cpu, cuda or cuda:N"]),
-        ({"init_heads": "reset"}, ["--init-heads is for", "add --init-from"]),
-        ({"feature_dim": 10**9, "hidden_dim": 10**4}, [MEMORY]),
-        ({"env_id": "starpilot", "num_envs": 10**6}, ["--num-envs 1000000 takes 1000 GB: lower it."]),
-        ({"num_steps": 10**20}, ["--num-steps 100000000000000000000 is too large."]),
-    ],
-    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_rejected(script, settings, words, tmp_path):
-    check_rejected(script, tmp_path, settings, *words)
-
-
 @pytest.mark.parametrize(
     ("scripts", "settings", "words"),
     [
+        # the task
+        (SCRIPTS, {"env_id": "starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
+        (SCRIPTS, {"env_id": "coinrun,starpliot"}, ["starpliot", "Did you mean starpilot?", ALL_GAMES]),
+        (SCRIPTS, {"env_id": "CartPole-v7"}, ["CartPole-v7", "Did you mean CartPole-v1?"]),
+        (SCRIPTS, {"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "no encoder for Discrete(16)"]),
+        # Procgen's modes and levels
+        (SCRIPTS, {"env_id": "coinrun,bigfish", "distribution_mode": "memory"},
+         ["coinrun, bigfish has no memory mode", "--distribution-mode memory works with", "caveflyer"]),
+        (SCRIPTS, {"env_id": "coinrun", "distribution_mode": "exploration", "num_levels": 10},
+         ["--distribution-mode exploration", "leave --num-levels and --start-level out"]),
+        (SCRIPTS, {"env_id": "coinrun,maze", "distribution_mode": "exploration"}, ["single game", "coinrun, maze"]),
+        (SCRIPTS, {"env_id": "coinrun,maze,heist"}, ["--num-envs 4", "multiple of 3"]),
+        (SCRIPTS, {"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
+        (SCRIPTS, {"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
+        (SCRIPTS, {"num_levels": 5, "center_agent": False}, ["out for CartPole-v1 (--num-levels, --center-agent)"]),
+        (SCRIPTS, {"env_id": "maze", "use_generated_assets": True}, ["add --no-use-backgrounds"]),
+        # evaluations
+        (SCRIPTS, {"env_id": "maze", "eval_num_levels": 9}, ["--eval-num-levels", "add --eval-interval"]),
+        (SCRIPTS, {"env_id": "maze", "eval_interval": 64, "eval_start_level": 200},
+         ["--eval-start-level", "set --eval-num-levels"]),
+        # devices, heads, memory (limits of numbers: tests/test_session.py)
+        (SCRIPTS, {"device": "cuda:99"}, ["--device cuda:99", "CUDA GPUs here: use --device auto or another"]),
+        (SCRIPTS, {"device": "tpu"}, ["--device 'tpu'", "auto, cpu, cuda or cuda:N"]),
+        (SCRIPTS, {"init_heads": "reset"}, ["--init-heads is for", "add --init-from"]),
+        (SCRIPTS, {"feature_dim": 10**9, "hidden_dim": 10**4}, [MEMORY]),
+        (SCRIPTS, {"env_id": "starpilot", "num_envs": 10**6}, ["--num-envs 1000000 takes 1000 GB: lower it."]),
+        (SCRIPTS, {"num_steps": 10**20}, ["--num-steps 100000000000000000000 is too large."]),
+        # the algorithms
         ([ppo, ppg], {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
         ([ppo, ppg], ONE_STEP, ["two steps or more", "--num-minibatches"]),
         ([ppo, ppg], {"pretraining": True}, ["--pretraining is for", "add --intrinsic-reward rnd or icm"]),
@@ -98,8 +89,9 @@ def test_rejected(script, settings, words, tmp_path):
         ([impala], {"c_bar": 2.0}, ["--c-bar 2.0", "--rho-bar 1.0"]),
         ([impala], {"rho_bar": math.nan}, ["--rho-bar nan"]),
     ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_rejected_by_some_scripts(scripts, settings, words, tmp_path):
+def test_rejected(scripts, settings, words, tmp_path):
     for script in scripts:
         check_rejected(script, tmp_path, settings, *words)
 
@@ -115,7 +107,7 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
 
 @ALL
 @pytest.mark.parametrize(
-    ("kind", "space", "words"),
+    ("part", "value", "words"),
     [
         ("action_space", gym.spaces.MultiDiscrete([2, 3]), ["no distribution for MultiDiscrete"]),
         ("action_space", gym.spaces.Discrete(3, start=-1), ["for Discrete(3, start=-1)", "Discrete from 0"]),
@@ -123,10 +115,11 @@ def test_rejected_runs_dir(script, name, reason, tmp_path):
         ("action_space", gym.spaces.Box(-1, 1, (2, 2), np.float32), ["no distribution for Box", "use", "flat"]),
         ("observation_space", gym.spaces.Box(0, 1, (8, 8, 3), np.float32), ["no encoder for Box", "uint8 frames"]),
         ("observation_space", gym.spaces.Dict({"a": gym.spaces.Discrete(2)}), ["no encoder for Dict"]),
+        ("reset", mock.Mock(side_effect=KeyError("no asset")), ["cannot be made: KeyError: 'no asset'"]),
     ],
 )
-def test_rejected_spaces(script, kind, space, words, tmp_path, monkeypatch):
-    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv, kwargs={kind: space}))
+def test_rejected_tasks(script, part, value, words, tmp_path, monkeypatch):
+    monkeypatch.setitem(gym.registry, "TestStill-v0", EnvSpec("TestStill-v0", StillEnv, kwargs={part: value}))
     check_rejected(script, tmp_path, {"env_id": "TestStill-v0"}, "TestStill-v0", *words)
 
 

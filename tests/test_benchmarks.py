@@ -71,9 +71,8 @@ def measure_tiny(algorithm, file):
 
     def shorten(algorithm, args, num_steps, iterations):
         tiny = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 1, "n_pi": 1, "batch_size": 4}
-        for name, value in (tiny | {"total_timesteps": (1 + iterations) * 4 * num_steps}).items():
-            if hasattr(args, name) and isinstance(getattr(type(args), name, None), int):
-                setattr(args, name, value)
+        tiny["total_timesteps"] = (1 + iterations) * 4 * num_steps
+        vars(args).update({name: value for name, value in tiny.items() if name in vars(args)})
 
     throughput.shorten, throughput.MATMUL_SIZES = shorten, {"cpu": (1024,)}
     job = {"repeat": 0, "sweep": "", "device": "cpu", "num_steps": 4, "env_id": "starpilot"}

@@ -13,17 +13,14 @@ import tyro
 
 import curves
 import evaluate
-import impala
-import ppg
-import ppo
 import readme
 from common.checkpoint import read_model
 from common.run import ROOT
 from common.settings import parse, read_json
+from helpers import SCRIPTS
 
 FOLDERS = ("benchmarks", "common", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
-SCRIPTS = {f"{script.__name__}.py": script for script in (ppo, ppg, impala)}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -58,13 +55,12 @@ def commands(text: str) -> list[list[str]]:
 def check_command(script: str, words: list[str]) -> None:
     """Raises SystemExit or InputError for flags that the script does not accept, or not together."""
     assert (ROOT / script).is_file(), script
-    if script in SCRIPTS:
-        args_class = SCRIPTS[script].Args
+    module = importlib.import_module(Path(script).stem)
+    if module in SCRIPTS:
         if "--resume" in words and "auto" not in words:  # no such run is here
             del words[words.index("--resume") : words.index("--resume") + 2]
-        parse(args_class, words).validate()
+        parse(module.Args, words).validate()
         return
-    module = importlib.import_module(Path(script).stem)
     split = words.index("--") if "--" in words else len(words)
     if hasattr(module, "Args"):
         args = tyro.cli(module.Args, args=words[:split])

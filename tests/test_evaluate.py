@@ -32,6 +32,10 @@ def train(script, runs_dir, env_id, **settings):
     return script.main(small_args(script, runs_dir, sizes, env_id=env_id, **settings))
 
 
+def figures_of(source, **settings):
+    return evaluate.main(evaluate.Args(source, device="cpu", **settings))
+
+
 @pytest.fixture(scope="module")
 def bossfight(tmp_path_factory, small_networks):
     """A run on a game of short episodes, and of frames that change little from step to step."""
@@ -44,7 +48,7 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
     """TestCount pays 1 a step and lasts 5."""
     run_dir = train(script, tmp_path, "TestCount-v0", **({"use_lstm": True} if script is impala else {}))
     lock = lock_folder(run_dir)  # as if it were still running
-    figures = evaluate.main(evaluate.Args(run_dir, episodes=7, num_envs=3, device="cpu"))
+    figures = figures_of(run_dir, episodes=7, num_envs=3)
     lock.close()
     assert {name: round(value, 6) for name, value in figures.items() if not np.isnan(value)} == {
         "TestCount-v0 mean": 5, "TestCount-v0 standard error": 0, "TestCount-v0 IQM": 5, "TestCount-v0 mean length": 5,
@@ -60,10 +64,10 @@ def test_two_games(tmp_path, monkeypatch):
     """Figures of known returns; and a video whose grid cannot hold them."""
     run_dir = train(ppo, tmp_path, "coinrun,maze")
     with pytest.raises(InputError, match="--video-grid 3 1 cannot be shared by 2 games: use a multiple of 2"):
-        evaluate.main(evaluate.Args(run_dir, device="cpu", video=tmp_path / "out.gif", video_grid=(3, 1)))
+        figures_of(run_dir, video=tmp_path / "out.gif", video_grid=(3, 1))
     returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
     monkeypatch.setattr(HeldOut, "play", lambda *args: episodes_with(returns))
-    figures = evaluate.main(evaluate.Args(run_dir, episodes=8, num_envs=4, device="cpu"))
+    figures = figures_of(run_dir, episodes=8, num_envs=4)
     coinrun = [figures[f"coinrun {name}"] for name in ("mean", "standard error", "IQM", "normalised mean")]
     assert coinrun == pytest.approx([7.5, 5 / 2, 10, 0.5])
     assert (figures["maze mean"], figures["maze mean length"]) == (6.25, 7.25)
@@ -74,7 +78,7 @@ def test_words_for_levels(bossfight, tmp_path):
     """The run's levels are 4, 5 and 6."""
     for levels in ("train", "unseen", "all"):
         path = tmp_path / f"{levels}.csv"
-        evaluate.main(evaluate.Args(bossfight, episodes=32, num_envs=32, levels=levels, device="cpu", per_level=path))
+        figures_of(bossfight, episodes=32, num_envs=32, levels=levels, per_level=path)
         rows = read_csv(path)
         assert sum(int(row["episodes"]) for row in rows) == 32
         trained = {int(row["level_seed"]) for row in rows} & {4, 5, 6}
@@ -96,14 +100,12 @@ def test_words_for_levels(bossfight, tmp_path):
 )
 def test_levels_by_number(games, levels, num_envs, episodes, expected, count, tmp_path, monkeypatch, capsys):
     """Fewer than environments, and more. Later episodes on a level than those asked for do not count."""
-    played, play = [], HeldOut.play
+    played, play, table = [], HeldOut.play, tmp_path / "levels.csv"
     monkeypatch.setattr(HeldOut, "play", lambda *args: played.extend(play(*args)) or list(played))
-    args = evaluate.Args(random_policy=(games,), levels=levels, num_envs=num_envs, episodes=episodes)
-    args.per_level = tmp_path / "levels.csv"
-    evaluate.main(args)
+    figures_of(None, random_policy=(games,), levels=levels, num_envs=num_envs, episodes=episodes, per_level=table)
     games = games.split(",")
     assert f"levels {levels}, {len(games) * len(expected) * count} episodes" in capsys.readouterr().out
-    rows = {(row["env_id"], int(row["level_seed"])): row for row in read_csv(args.per_level)}
+    rows = {(row["env_id"], int(row["level_seed"])): row for row in read_csv(table)}
     assert rows.keys() == set(itertools.product(games, expected))
     for (game, level), row in rows.items():
         episodes = [episode for turn in zip(*played[games.index(game) :: len(games)], strict=True) for episode in turn]
@@ -118,10 +120,9 @@ def test_gap_between_training_and_held_out_levels(bossfight, tmp_path, monkeypat
     returns = {3: (1, 3), 4: (0, 2), 5: (3, 3), 7: (2, 2), 8: (12, 4)}  # levels are solved above 1
     played = [[Episode(0, each, 1, level, each > 1) for each in pair] for level, pair in returns.items()]
     monkeypatch.setattr(HeldOut, "play", lambda *args: played)
-    args = evaluate.Args(bossfight, levels="3-5,7-8", episodes=10, num_envs=5, device="cpu")
-    args.per_level = tmp_path / "levels.csv"
-    figures = evaluate.main(args)
-    found = [(row["level_seed"], row["training_level"], row["episodic_return"]) for row in read_csv(args.per_level)]
+    table = tmp_path / "levels.csv"
+    figures = figures_of(bossfight, levels="3-5,7-8", episodes=10, num_envs=5, per_level=table)
+    found = [(row["level_seed"], row["training_level"], row["episodic_return"]) for row in read_csv(table)]
     assert found == [("3", "0", "2.0"), ("4", "1", "1.0"), ("5", "1", "3.0"), ("7", "0", "2.0"), ("8", "0", "8.0")]
     gap, share = "bossfight gap", "bossfight gap in share of levels solved"
     assert {name: value for name, value in figures.items() if "gap" in name} == pytest.approx({
@@ -139,9 +140,8 @@ def test_a_gif(bossfight, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "LINE_SECONDS", -1)
     path, first, play = tmp_path / "out.gif", [], HeldOut.play
     monkeypatch.setattr(HeldOut, "play", lambda self, *args: first.append(level_seeds(self.envs)) or play(self, *args))
-    args = evaluate.Args(bossfight, episodes=0, levels="17,19-20", device="cpu", video=path, video_grid=(2, 2))
-    args.video_seconds, args.video_size = 0.5, 40  # at 15 frames a second
-    evaluate.main(args)
+    size = {"video_grid": (2, 2), "video_seconds": 0.5, "video_size": 40}  # at 15 frames a second
+    figures_of(bossfight, episodes=0, levels="17,19-20", video=path, **size)
     with Image.open(path) as gif:
         assert (gif.n_frames, gif.size) == (8, (80, 80))
     assert first == [[17, 19, 20, 17]]
@@ -153,9 +153,7 @@ def test_a_gif(bossfight, tmp_path, monkeypatch, capsys):
 def test_a_video(bossfight, tmp_path):
     av = pytest.importorskip("av")
     path = tmp_path / "out.mp4"
-    args = evaluate.Args(bossfight, episodes=2, num_envs=2, device="cpu", video=path, video_grid=(2, 1))
-    args.video_seconds = 0.4
-    evaluate.main(args)
+    figures_of(bossfight, episodes=2, num_envs=2, video=path, video_grid=(2, 1), video_seconds=0.4)
     with av.open(str(path)) as video:
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     assert len(frames) == 6
@@ -167,8 +165,7 @@ def test_a_video(bossfight, tmp_path):
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "TestBits-v0", "coinrun,maze"])
 def test_random_actions_of_any_kind(env_id, capsys):
-    args = evaluate.Args(random_policy=("TestCount-v0", env_id), num_envs=4, episodes=6)
-    figures = evaluate.main(args)
+    figures = figures_of(None, random_policy=("TestCount-v0", env_id), num_envs=4, episodes=6)
     games = env_id.split(",")
     assert figures["TestCount-v0 mean"] == figures["TestCount-v0 mean length"] == 5
     assert len(figures) == 6 * (1 + len(games))
@@ -199,7 +196,7 @@ def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(HeldOut, "play", mock.Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=words):
-        evaluate.main(evaluate.Args(**{"source": bossfight} | settings))
+        figures_of(**{"source": bossfight} | settings)
     assert not list(tmp_path.iterdir())
 
 
@@ -250,9 +247,8 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
     os.mkfifo(fifo)
     old = [("export", model), ("per_level", model), *itertools.product(("export", "per_level", "video"), (link, fifo))]
     for name, path in old:
-        words = f"^{flag(name)} {path} exists: choose another name, or remove it first.$"
-        with pytest.raises(InputError, match=words):
-            evaluate.main(evaluate.Args(model, **{name: path}))
+        with pytest.raises(InputError, match=f"^{flag(name)} {path} exists: choose another name, or remove it first.$"):
+            figures_of(model, **{name: path})
     assert model.read_bytes() == content
     trace, (agent, *_) = torch.jit.trace, load_agent(model)
     for change, error in ((1e-3, r"0\.001"), (torch.nan, "nan")):
@@ -265,28 +261,25 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
 
 def test_exported_policies_give_the_same_logits(tmp_path):
     """In a process without our code."""
-    folders, expected = {}, {}
+    expected = {}
     for case, (script, settings, shape) in CASES.items():
-        folder = folders[case] = tmp_path / case
+        folder = tmp_path / case
         run_dir = train(script, folder / "runs", **settings)
-        assert evaluate.main(evaluate.Args(run_dir, episodes=0, export=folder / "policy.pt")) == {}
+        assert figures_of(run_dir, episodes=0, export=folder / "policy.pt") == {}
         agent, args, _ = load_agent(run_dir)
         agent.bf16 = False
         obs = torch.randint(0, 256, (5, *shape), dtype=torch.uint8) if len(shape) == 3 else torch.randn(5, *shape)
         inputs = (obs, torch.randn(2, 5, args.feature_dim)) if case == "lstm" else (obs,)
         torch.save(inputs, folder / "inputs.pt")
         with torch.no_grad():
-            if case == "lstm":
-                params, _, next_state = agent.step(*inputs)
-                expected[case] = params, next_state
-            else:
-                dist, _ = agent.get_action_dist(obs)
-                gaussian = case == "gaussian"
-                expected[case] = torch.cat([dist.mean, dist.stddev.log()], -1) if gaussian else dist.logits
-    command = [sys.executable, "-c", WITHOUT_OUR_CODE, *map(str, folders.values())]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    for case, folder in folders.items():
-        found = torch.load(folder / "outputs.pt")
-        if case not in ("gaussian", "lstm"):
-            found = found.log_softmax(-1)
-        torch.testing.assert_close(found, expected[case], rtol=0, atol=1e-4)
+            expected[case] = agent.get_action_dist(*inputs)
+    subprocess.run([sys.executable, "-c", WITHOUT_OUR_CODE, *CASES], cwd=tmp_path, check=True)
+    for case, (dist, next_state) in expected.items():
+        params = torch.load(tmp_path / case / "outputs.pt")
+        if case == "lstm":
+            params, state = params
+            torch.testing.assert_close(state, next_state, rtol=0, atol=1e-4)
+        gaussian = case == "gaussian"
+        found = params if gaussian else params.log_softmax(-1)
+        wanted = torch.cat([dist.mean, dist.stddev.log()], -1) if gaussian else dist.logits
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -25,7 +26,7 @@ from common.checkpoint import load_agent, newest_checkpoint
 from common.run import ROOT, lock_folder, write_atomically
 from common.settings import parse
 from conftest import CountEnv, SpoiltEnv
-from helpers import newest, read_csv, read_json, small_args
+from helpers import flags, newest, read_csv, read_json, small_args
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 
@@ -129,26 +130,19 @@ def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
         (stranger / "metrics.csv").write_text("")
         assert f"warning: {stranger / 'progress.csv'} has lost 1 rows\n" in capsys.readouterr().err
     assert "\0" not in (stranger / "progress.csv").read_text()
-    assert (
-        newest_checkpoint(stranger)["run"]["rows"]["progress.csv"] == 6 == len(read_csv(stranger / "progress.csv")) + 1
-    )
+    assert newest_checkpoint(stranger)["run"]["rows"]["progress.csv"] == 6
+    assert len(read_csv(stranger / "progress.csv")) == 5
     assert not list(stranger.rglob(".tmp*"))
 
 
 def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
-    def unreachable(**_):
-        raise wandb.errors.CommError("timed out")
-
-    def refuses(**_):
-        raise wandb.errors.UsageError("no login")
-
-    monkeypatch.setattr(wandb, "init", refuses)
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.UsageError("no login")))
     before = {file: file.read_bytes() for file in stranger.rglob("*") if file.is_file()}
     with pytest.raises(InputError, match="no login"):
         resume(stranger, "--track")
     for name in ("meta.json", "args.json", "model.pt"):
         assert (stranger / name).read_bytes() == before[stranger / name]
-    monkeypatch.setattr(wandb, "init", unreachable)
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.CommError("timed out")))
     assert read_json(ppo.main(make_args(tmp_path / "runs", track=True)) / "meta.json")["finished"]
     assert "warning: Weights & Biases does not answer, so the run is not tracked" in capsys.readouterr().err
     gone, answered = SimpleNamespace(finish=lambda: 1 / 0), threading.Event()
@@ -205,29 +199,12 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
 
 
 def test_a_signal_ends_a_run_whose_environments_cannot_be_closed(tmp_path):
-    words = [
-        "--env-id=TestStuck-v0",
-        "--num-envs=4",
-        "--num-steps=16",
-        "--total-timesteps=64",
-        f"--runs-dir={tmp_path}",
-    ]
-    with fast.Fork(tmp_path / "printed", fast.run_script, "ppo", [*words, "--device=cpu"]) as process:
+    words = flags(make_args(tmp_path, env_id="TestStuck-v0", total_timesteps=64))
+    with fast.Fork(tmp_path / "printed", fast.run_script, "ppo", words) as process:
         process.wait_for(lambda: "closing" in process.output)
         process.send(signal.SIGTERM)
         assert process.wait() == 143
     assert newest(next(tmp_path.glob("TestStuck*")))["step"] == 64
-
-
-def test_an_environment_that_fails_at_once(tmp_path):
-    class Broken(CountEnv):
-        def reset(self, **_):
-            raise KeyError("no asset")
-
-    gym.register("TestBroken-v0", Broken)
-    with pytest.raises(InputError, match=r"^--env-id TestBroken-v0 cannot be made: KeyError: 'no asset'$"):
-        ppo.main(make_args(tmp_path, env_id="TestBroken-v0"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_while_pytorch_is_imported():

@@ -24,8 +24,7 @@ from common import InputError
 from common.run import ROOT
 from helpers import read_json, resumed_at, wait_until
 
-SMALL = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--checkpoint-interval", "100"]
-SMALL += ["--update-epochs", "1"]
+SMALL = ["--num-envs=4", "--num-steps=32", "--num-minibatches=2", "--checkpoint-interval=100", "--update-epochs=1"]
 
 
 def make_args(runs_dir, **settings):
@@ -63,10 +62,6 @@ def run_command(*args, **settings):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def seeds_of(folders):
-    return sorted(read_json(path / "args.json")["seed"] for path in folders)
-
-
 def states(jobs):
     return [(job.state, job.attempts) for job in jobs]
 
@@ -74,12 +69,11 @@ def states(jobs):
 def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch):
     """ppo.py with another gamma and a task that it registers. It finds `common/`, takes no other script's run for its
     own, and its curve can be collected. The command tells a failure: the scripts alone know the games of the Atari."""
-    idea, runs, source = tmp_path / "ideas" / "ppo.py", tmp_path / "runs", (ROOT / "ppo.py").read_text()
+    idea, runs, results = tmp_path / "ideas" / "ppo.py", tmp_path / "runs", tmp_path / "results"
+    source = (ROOT / "ppo.py").read_text().replace("gamma: Fraction = 0.999", "gamma: Fraction = 0.9")
     task = 'gym.register("MyPole-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=20)\n'
     idea.parent.mkdir()
-    idea.write_text(
-        f"import gymnasium as gym\n{task}{source.replace('gamma: Fraction = 0.999', 'gamma: Fraction = 0.9')}"
-    )
+    idea.write_text(f"import gymnasium as gym\n{task}{source}")
     launcher.main(make_args(runs))
     result = run_command(runs, 256, "--scripts", str(idea), env_ids="CartPole-v1 ALE/Nothing-v5", seeds=1)
     assert "4 runs: 2 done, 2 failed" in result.stdout, result.stdout + result.stderr
@@ -91,7 +85,6 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     assert mine.path != own.path
     assert (mine.settings.gamma, own.settings.gamma) == (0.999, 0.9)
     assert (ROOT / own.command("runs")[0]).resolve() == idea
-    results = tmp_path / "results"
     assert collect.collect(own.path, results) == results / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
     with pytest.raises(InputError, match="has other settings"):
         collect.collect(mine.path, results)
@@ -111,11 +104,10 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
 def test_protocols(mode, levels, steps):
     """The matrix has one seed of all first."""
     for number in (0, levels):
-        args = launcher.Args(protocol=f"{mode}-{number or 'all'}", seeds=2, extra=("--vf-coef", "0.9"))
-        jobs = launcher.make_jobs(args)
-        assert [job.name for job in jobs] == [
-            f"{each} starpilot {n}" for n in (1, 2) for each in ("ppo", "ppg", "impala")
-        ]
+        protocol = f"{mode}-{number or 'all'}"
+        jobs = launcher.make_jobs(launcher.Args(protocol=protocol, seeds=2, extra=("--vf-coef", "0.9")))
+        names = [f"{script} starpilot {seed}" for seed in (1, 2) for script in ("ppo", "ppg", "impala")]
+        assert [job.name for job in jobs] == names
         for settings in (job.settings for job in jobs):
             assert (settings.distribution_mode, settings.num_levels, settings.total_timesteps) == (mode, number, steps)
             assert (settings.eval_interval > 0, settings.eval_num_levels) == (number > 0, 0)
@@ -161,7 +153,6 @@ def test_places(monkeypatch):
 def test_runs_are_made_once(tmp_path, in_process, capsys):
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 1)] * 2
     folders = run_folders(tmp_path)
-    assert seeds_of(folders) == [1, 2]
     capsys.readouterr()
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0)] * 2
     assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
@@ -226,7 +217,7 @@ def test_two_launchers_share_a_matrix(tmp_path, in_process, monkeypatch):
     monkeypatch.setattr(launcher, "start", start_beside_another)
     jobs = launcher.main(make_args(runs, seeds=2, runs_per_device=1))
     assert states(jobs) == [("done", 1), ("done", 0)]
-    assert seeds_of(run_folders(runs)) == [1, 2]
+    assert len(run_folders(runs)) == 2
 
 
 def launch(folder):

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from statistics import mean
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,8 +35,7 @@ def test_scores_count_every_episode_of_the_window():
 
 
 def test_differences_of_means():
-    """By hand: means of 2, a pooled variance of 1.25, and t(.975) with 2 degrees of freedom 4.303; of 3 and 2, of 1."""
-    assert curves.difference([1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.0, -4.8106, 4.8106), abs=1e-3)
+    """By hand: of 3 and 2, with the variance of 1 of the second."""
     assert curves.difference([3.0], [1.0, 2.0, 3.0]) == pytest.approx((1.0, -3.9684, 5.9684), abs=1e-3)
 
 
@@ -85,12 +85,12 @@ def test_windows_are_the_blocks_of_published_curves():
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Makes a report; returns its text, and its first figure."""
-    figures, save = [], report.figures.save
-    monkeypatch.setattr(report.figures, "save", lambda figure, *paths: [figures.append(figure), save(figure, *paths)])
+    save = mock.Mock(wraps=report.figures.save)
+    monkeypatch.setattr(report.figures, "save", save)
 
     def make(*run_dirs, **settings):
         report.main(report.Args(run_dirs, out=tmp_path / "out", **settings))
-        return (tmp_path / "out" / "report.md").read_text(), figures[0]
+        return (tmp_path / "out" / "report.md").read_text(), save.call_args_list[0].args[0]
 
     return make
 
@@ -162,14 +162,9 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
 
 
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
-    for idea, seed, flags in (
-        ("ppo", 1, 4),
-        ("ppo", 2, 4),
-        ("ppo-copy", 1, 4),
-        ("idea", 1, "8 --gamma 0.9"),
-        ("idea", 2, "8 --gamma 0.9"),
-    ):
-        write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
+    for idea, seeds, flags in (("ppo", (1, 2), "4"), ("ppo-copy", (1,), "4"), ("idea", (1, 2), "8 --gamma 0.9")):
+        for seed in seeds:
+            write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
     write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 2, " --lr '<\n'", exp_name="../../<!-- x -->|\n$\\frac$")
     text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
     assert "\n- idea was started with --gamma 0.9 --num-envs 8, PPO with --num-envs 4: CartPole-v1\n" in text
@@ -242,9 +237,8 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
         made(*run_dirs, baseline="ppo")
     with pytest.raises(InputError, match=r"7 of 10 runs are not collected: .*no run folder.*let it end first"):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))
-    assert (
-        "6.00 (n = 2: 6.00, 6.00)" in made(results=tmp_path / "results")[0]
-    )  # collect.py keeps the first that it gets
+    text, _ = made(results=tmp_path / "results")
+    assert "6.00 (n = 2: 6.00, 6.00)" in text  # collect.py keeps the first that it gets
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):

@@ -48,11 +48,13 @@ def make_args(script, runs_dir, **settings):
 
 @pytest.fixture(scope="module", params=SCRIPTS, ids=lambda script: script.__name__)
 def finished(request, tmp_path_factory):
-    """One finished run of each script, with what it has printed."""
-    script, agents, make = request.param, [], request.param.Agent
+    """One finished run of each script, with a metric of one's own, and with what it has printed."""
+    script, agents, make, update = request.param, [], request.param.Agent, request.param.update
+    mine = iter([np.nan, np.inf, np.float32(0.5), 2])
     args = make_args(script, tmp_path_factory.mktemp("finished") / "runs", seed=3)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(script, "Agent", lambda *arguments: agents.append(make(*arguments)) or agents[-1])
+        patch.setattr(script, "update", lambda *arguments: update(*arguments) | {"charts/mine": next(mine)})
         patch.setattr(run, "LINE_SECONDS", 0)
         path = script.main(args)
     precision = resolve_precision("auto", torch.device("cpu"))
@@ -148,6 +150,8 @@ def test_every_episode_is_in_csv_and_tensorboard(finished):
 
 def test_progress_csv(finished):
     progress, episodes = read_csv(finished.path / "progress.csv"), read_csv(finished.path / "episodes.csv")
+    logged = [value for _, value in read_scalars(finished.path)["charts/last_100_return"]]
+    assert logged == pytest.approx([float(row["last_100_return"]) for row in progress], rel=1e-5)
     columns = "step seconds episodes episodic_return last_100_return last_100_level_complete"
     assert list(progress[0]) == columns.split()
     assert [int(row["step"]) for row in progress] == ENDS
@@ -161,19 +165,11 @@ def test_progress_csv(finished):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@ALL
-def test_metrics_of_ones_own(script, tmp_path, monkeypatch):
-    """They are logged with all others of `log`, also in metrics.csv. A chart that is NaN is left out; a loss is not
+def test_metrics_csv(finished):
+    """It has all that `log` gets, also metrics of one's own. A chart that is NaN is left out; a loss is not
     (tests/test_bad_input.py)."""
-    update, means = script.update, iter([np.nan, np.inf, np.float32(0.5), 2])
-    monkeypatch.setattr(script, "update", lambda *args: update(*args) | {"charts/mine": next(means)})
-    path = script.main(make_args(script, tmp_path))
-    scalars = read_scalars(path)
+    scalars, rows = read_scalars(finished.path), read_csv(finished.path / "metrics.csv")
     assert scalars["charts/mine"] == [(768, 0.5), (1024, 2.0)]
-    assert [value for _, value in scalars["charts/last_100_return"]] == pytest.approx(
-        [float(row["last_100_return"]) for row in read_csv(path / "progress.csv")], rel=1e-5
-    )
-    rows = read_csv(path / "metrics.csv")
     assert list(rows[0]) == ["step", "seconds", "tag", "value"]
     tags = {row["tag"] for row in rows}
     assert tags >= {"charts/mine", "charts/learning_rate", "losses/entropy"}
@@ -183,11 +179,10 @@ def test_metrics_of_ones_own(script, tmp_path, monkeypatch):
         assert [value for _, value in found] == pytest.approx([value for _, value in scalars[tag]], rel=1e-4)
 
 
-@pytest.mark.parametrize("source", ["folder", "model", "checkpoint"])
-def test_a_file_alone_is_the_agent(source, finished, tmp_path):
+@pytest.mark.parametrize("file", ["", "model.pt", "checkpoints/*.pt"])
+def test_a_file_alone_is_the_agent(file, finished, tmp_path):
     """A model or a checkpoint in an empty folder; or the run folder."""
-    files = {"model": finished.path / "model.pt", "checkpoint": next(finished.path.glob("checkpoints/*.pt"))}
-    place = finished.path if source == "folder" else shutil.copy(files[source], tmp_path / "some.pt")
+    place = shutil.copy(next(finished.path.glob(file)), tmp_path / "some.pt") if file else finished.path
     agent, args, _ = load_agent(place)
     assert args == finished.args
     assert not agent.training
