@@ -33,6 +33,7 @@ SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of
 @contextmanager
 def promise(name: str, broken: list[str]) -> Iterator[list[str]]:
     """Print whether the block raises no error, with what it adds to a list; else the name joins the `broken` ones."""
+    print(f"...     {name}", flush=True)
     words = [f"ok      {name}"]
     try:
         yield words
@@ -96,7 +97,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[2:3] not in ([], ["--"]):
+    if not sys.argv[1:] or sys.argv[1].startswith("-") or sys.argv[2:3] not in ([], ["--"]):
         sys.exit(__doc__)
     script, extra = Path(sys.argv[1]).resolve(), sys.argv[3:]
     with tempfile.TemporaryDirectory() as folder:

@@ -39,8 +39,7 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     run that is not to be collected unfinished, or that differs in settings from seeds there."""
     args, meta, _, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
-        made = f"{meta['stopped_at']} of {args['total_timesteps']} steps"
-        raise InputError(f"{run_dir} has made {made}: let it end first")
+        raise InputError(f"{run_dir} is at step {meta['stopped_at']} of {args['total_timesteps']}: let it end first")
     names = (f"{args['distribution_mode']}-{args['num_levels'] or 'all'}", args["exp_name"], args["env_id"])
     folder = results.joinpath(*map(folder_name, names))
     curves.check_files(*folder.glob("*"))
@@ -48,12 +47,14 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     for neighbour in folder.glob("*.meta.json"):
         theirs = str(read_json(neighbour).get("command"))
         if flags := same_settings(meta["command"], steps) ^ same_settings(theirs, steps):
-            words = f"{run_dir} has other settings than {neighbour.relative_to(results)}"
-            raise InputError(f"{words} ({', '.join(sorted(flags))}): give it an --exp-name of its own")
+            words = f"{run_dir} has other settings than {neighbour.relative_to(results)} ({', '.join(sorted(flags))})"
+            raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
     target = folder / f"seed{args['seed']}.csv"
     places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
     for name, path in places.items():
-        if path.exists() and not logs.get(name, "").startswith(path.read_text()):
+        texts = path.read_text() if path.exists() else "", logs.get(name, "")
+        old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
+        if not new.startswith(old):
             other = f"of this seed, started {read_json(target.with_suffix('.meta.json')).get('started')}"
             raise InputError(f"{run_dir} is left out: {path.relative_to(results)} holds another run {other}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         at, had = 0, {}
     logs = {}
     for name in ("progress.csv", "eval.csv") if args.get("eval_interval") else ("progress.csv",):
-        logs[name] = curves.read_text(run_dir / name)
+        logs[name] = re.sub(r"[^\n]+\Z", "", curves.read_text(run_dir / name))  # without a row that is not whole
         rows = sum(int(step) <= at for step in re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE))
         if rows < had.get(name, 0):
             raise InputError(f"{run_dir / name} has {rows} rows up to step {at:,} where its checkpoint has {had[name]}")
@@ -130,4 +131,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, description=__doc__))

@@ -366,4 +366,4 @@ def main(args: Args) -> dict[str, float]:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, description=__doc__))

@@ -107,4 +107,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, description=__doc__))

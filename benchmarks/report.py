@@ -229,10 +229,10 @@ def states(protocol: Protocol) -> list[str]:
             if curve.steps[-1] < steps or math.isnan(curves.score(curve, steps, protocol.window(steps))):
                 remarks.append(f"without an episode in the {protocol.window(steps):,} steps before {mark}")
             if len(curve.steps) < FEWEST:
-                remarks.append(f"with {len(curve.steps)} rows, which are too few for a curve")
+                remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if stopped or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = "A return is the mean over the episodes in, at most, the last eighth of the steps before a mark."
+    scored = "A return is over the episodes in, at most, the last eighth before a mark. A longer row counts in part."
     return [*(lines or ["All runs have finished."]), "", scored]
 
 
@@ -244,7 +244,7 @@ def notes(protocol: Protocol) -> list[str]:
         runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
         if not runs[1]:
             continue
-        hashes = [{str(meta.get("script_sha256")) for meta in metas} for metas in runs]
+        hashes = [set(re.findall("'script_sha256': '(\\w+)'", str(metas))) for metas in runs]  # of resumed parts, too
         named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
         commands = [re.sub(named, "", str(metas[0].get("command"))) for metas in runs]
         ours, theirs = (same_settings(command, steps="--anneal-lr" in str(commands)) for command in commands)
@@ -252,7 +252,7 @@ def notes(protocol: Protocol) -> list[str]:
         line = f"- {readme.label(algorithm)} was started with {only[0]}, {protocol.versus} with {only[1]}"
         if ours == theirs:
             line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
-        if ours != theirs or hashes[0] & hashes[1] - {"None"}:
+        if ours != theirs or hashes[0] & hashes[1]:
             found.setdefault(readme.one_line(line), []).append(game)
         if len(hashes[0]) > 1:
             line = f"- {readme.label(algorithm)} has runs of {len(hashes[0])} versions of its script"
@@ -482,4 +482,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, description=__doc__))

@@ -229,11 +229,9 @@ def look(job: Job, runs_dir: str) -> None:
 def in_use(path: Path) -> bool:
     try:
         lock_folder(path, note=False).close()
-    except InputError:
-        return True
-    except OSError:  # nothing can be written there, by no one
-        pass
-    return False
+        return False
+    except (InputError, OSError) as error:  # the latter: nothing can be written there, by no one
+        return isinstance(error, InputError)
 
 
 def table(jobs: list[Job]) -> Table:
@@ -414,8 +412,8 @@ def main(args: Args) -> list[Job]:
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.dry_run:
         for job in jobs:
-            note = f"  # {job.note}" if job.note else ""
-            print(f"{job.state}: {shlex.join(['python', *job.command(args.runs_dir)])}{note}")
+            command = shlex.join(["python", *job.command(args.runs_dir)])
+            print(f"{job.state}: {command}  # {job.note or job.path or 'new'}")
         return jobs
     logs = Path(args.runs_dir).resolve() / "logs"
     try:

@@ -170,7 +170,7 @@ def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
     assert "\n- idea was started with --gamma 0.9 --num-envs 8, PPO with --num-envs 4: CartPole-v1\n" in text
     assert "\n- idea has runs of 2 versions of its script: CartPole-v1\n" in text
     assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
-    assert "- CartPole-v1, seed 1: finished at step 2, with 2 rows, which are too few for a curve\n" in text
+    assert "- CartPole-v1, seed 1: finished at step 2, with too few rows for a curve (2)\n" in text
     assert text.count("The interval takes a single run to vary as") == 1
     assert not re.search("<|published", text)
     assert len(table_rows(text, "..-..-----")[0]) == 7
