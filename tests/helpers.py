@@ -39,11 +39,6 @@ def small_args(script, runs_dir: Path, sizes: dict[str, Any], /, **settings):
     return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir)} | own | settings)
 
 
-def with_advantages(rollout, advantages: torch.Tensor):
-    """A rollout with advantages and value targets, as the scripts hand it to `update`."""
-    return rollout._replace(advantages=advantages, returns=advantages + rollout.values)
-
-
 def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
     """The saved parameters of a run."""
     return torch.load(run_dir / "model.pt", weights_only=True)["agent"]
