@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import json
 import shlex
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from common.checkpoint import load_agent
 from common.envs import Envs, make_vec
 from common.evaluation import HeldOut
 from common.run import command
-from common.settings import EnvArgs
+from common.settings import EnvArgs, read_json
 
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -52,10 +51,6 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def newest(run_dir: Path) -> dict[str, Any]:
     """What the newest checkpoint of a run holds."""
     return torch.load(checkpoints(run_dir)[0], weights_only=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def resumed_at(run_dir: Path) -> list[int]:

@@ -77,12 +77,6 @@ def resume(script, path, **changes):
     return script.main(script.Args(**read_json(path / "args.json") | {"resume": str(path)} | changes))
 
 
-def resume_words(monkeypatch, script, *words):
-    """The settings that a command line gives, after those of the run that it resumes."""
-    monkeypatch.setattr(sys, "argv", ["x.py", *map(str, words)])
-    return parse(script.Args)
-
-
 def stopping(place, name, calls, error=KeyboardInterrupt):
     """Let the `calls`-th call of a function of `place` raise an error."""
     effects = [mock.DEFAULT] * (calls - 1) + [error]
@@ -266,7 +260,7 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, monkeypatch, capsys):
+def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, capsys):
     """Not that of the next iteration, which is not waited for. What is printed resumes the run, once it has ended."""
     runs, endless = tmp_path / "runs", {"total_timesteps": 10**7} | NEVER
     with start(script, game_args(script, runs, **endless, **settings), tmp_path) as process:
@@ -284,8 +278,8 @@ def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, monk
     stopped_at = newest(path)["step"]
     assert stopped_at == torch.load(path / "model.pt", weights_only=True)["step"] >= 3 * 16
     assert process.output.splitlines()[-1].startswith(f"stopped: {stopped_at:,} steps in ")
-    args = resume_words(monkeypatch, script, *shlex.split(again)[2:], f"--total-timesteps={stopped_at + 64}")
-    assert script.main(args) == path
+    words = [*shlex.split(again)[2:], f"--total-timesteps={stopped_at + 64}"]
+    assert script.main(parse(script.Args, words)) == path
     assert f"resumed at step {stopped_at:,}" in capsys.readouterr().out
 
 
@@ -346,10 +340,6 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-def other_actions(saved):
-    saved["ranks"][0]["phase"]["actions"] ^= 1
-
-
 @pytest.mark.parametrize(
     ("script", "changes", "words", "change"),
     [
@@ -359,7 +349,8 @@ def other_actions(saved):
         (ppo, {}, "that is a run of other.py, not of ppo.py.", lambda saved: saved.update(script="other.py")),
         (ppo, {}, "--env-id bossfight,fruitbot (there: unknown)", lambda saved: saved["args"].clear()),
         (ppo, {}, "its checkpoint does not fit this script", lambda saved: saved["parts"]["agent"].clear()),
-        (ppg, {}, "the environments do not repeat what they did", other_actions),
+        (ppg, {}, "the environments do not repeat what they did",
+         lambda saved: saved["ranks"][0]["phase"]["actions"].bitwise_xor_(1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(step=Bomb())),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(format=saved["format"] - 1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(ranks=None)),
@@ -438,9 +429,8 @@ def test_settings_of_all_kinds_come_back(tmp_path):
         assert parse(script.Args, ["--resume", str(path)]) == replace(args, resume=str(path))
         assert script.main(args) == path
         assert load_agent(path, script=script.__file__)[1] == replace(args, resume=None)
-        assert parse(script.Args, shlex.split(read_json(path / "meta.json")["command"])[2:]) == replace(
-            args, resume=None
-        )
+        words = shlex.split(read_json(path / "meta.json")["command"])[2:]
+        assert parse(script.Args, words) == replace(args, resume=None)
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
         ({"sizes": [16, 32]}, "--sizes [16, 32] would come back from args.json as (16, 32)"),
@@ -529,8 +519,8 @@ def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "collect", choosing)
     expected = script.main(game_args(script, tmp_path / "undisturbed"))
     path = interrupted(script, 3, tmp_path / "runs", **NEVER | GAMES)
-    for calls in (1, 1):
-        with stopping(script, "update", calls + 1), pytest.raises(KeyboardInterrupt):
+    for _ in range(2):
+        with stopping(script, "update", 2), pytest.raises(KeyboardInterrupt):
             resume(script, path)
     assert script is ppo or "obs" in newest(path)["ranks"][0]["phase"]
     resume(script, path)
@@ -538,13 +528,13 @@ def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
     assert {row["level_seed"] for row in read_csv(path / "episodes.csv")} & {"32", "33", "34", "35"}
 
 
-def test_no_run_to_go_on_with(tmp_path, monkeypatch, capsys):
+def test_no_run_to_go_on_with(tmp_path, capsys):
     """None is there, or its checkpoints are gone: `auto` starts anew."""
     nowhere = tmp_path / "nowhere"
     with pytest.raises(InputError, match=f"^--resume {nowhere}: no run folder .* is there .No such file or directory"):
         ppo.main(make_args(ppo, tmp_path, resume=str(nowhere)))
     with pytest.raises(InputError, match=f"^--resume {nowhere}: no run folder with a readable args.json is there"):
-        resume_words(monkeypatch, ppo, "--resume", nowhere)
+        parse(ppo.Args, ["--resume", str(nowhere)])
     path = interrupted(ppo, 1, tmp_path)
     shutil.rmtree(path / "checkpoints")
     with pytest.raises(InputError, match="it has no checkpoint that can be read: start a new run"):

@@ -17,7 +17,7 @@ import ranks
 from common import InputError
 from common.device import World
 from common.learning import RewardNormalizer
-from helpers import newest, parameters, read_csv, read_json, resumed_at
+from helpers import flags, newest, parameters, read_csv, read_json, resumed_at
 from ranks import Ranks
 from test_checkpoint import check_same_run
 
@@ -34,12 +34,6 @@ def settings_of(script, runs_dir, **more):
     small = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 8 * 32, "feature_dim": 16}
     small |= {"env_id": "bossfight", "device": "cpu", "seed": 4, "checkpoint_interval": 0.0}
     return {"script": script, **small, **SMALL[script], "runs_dir": str(runs_dir)} | more
-
-
-def words_of(settings):
-    """The command line of settings."""
-    named = {name: value for name, value in settings.items() if name != "script"}
-    return [word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +138,9 @@ def test_without_resume_they_begin_a_new_run(whole, tmp_path):
 
 def test_sigterm_and_resume(tmp_path):
     runs = tmp_path / "runs"
-    words = words_of(settings_of("ppo", runs, total_timesteps=10**6))
+    settings = settings_of("ppo", runs, total_timesteps=10**6)
+    del settings["script"]
+    words = flags(ppo.Args(**settings))
     with Ranks(tmp_path / "two", 2).started(fast.run_script, "ppo", words) as forks:
         forks[0].wait_for(lambda: any(len(p.read_text().splitlines()) > 3 for p in runs.glob("*/progress.csv")))
         for fork in forks:
