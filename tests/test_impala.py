@@ -20,8 +20,6 @@ from conftest import CountEnv
 from fast import Fork, run_script
 from helpers import evaluate, level_seeds, read_csv, read_scalars, small_args, wait_until
 
-# ------------------------------------------------------------------------------------------------------------- learner
-
 
 @pytest.mark.quick
 def test_logged_ratios():
@@ -124,9 +122,6 @@ def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkey
         torch.testing.assert_close(dist.log_prob(unroll.actions), unroll.logprobs, rtol=1e-4, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------- whole runs
-
-
 def test_a_slow_learner_fills_the_queue_and_no_more():
     stop, given = threading.Event(), []
 
@@ -160,26 +155,25 @@ def test_an_asynchronous_run_of_two_games(tmp_path):
     assert len(read_scalars(run_dir)["charts/queue_occupancy"]) == 3
 
 
-def test_actors_play_different_levels(tmp_path):
-    levels = []
+def test_environments_of_actors_and_of_neighbouring_seeds_differ(tmp_path):
+    """Gymnasium's own seeds are 1, 2, 3, ... and 2, 3, 4, ..."""
+
+    def open_session(**settings):
+        return Session(short_args(tmp_path, **settings), "impala.py", impala.make_envs)
+
+    levels, firsts = [], []
     for seed in (1, 2, 3):
-        with Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py", impala.make_envs) as session:
+        with open_session(env_id="starpilot", seed=seed) as session:
             for number in range(4):
                 levels += level_seeds(session.make_envs(2, number))
-    assert len(set(levels)) == 24
-    with Session(short_args(tmp_path), "impala.py", impala.make_envs) as session:
-        actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
-    with Session(short_args(tmp_path, num_envs=6), "impala.py", impala.make_envs) as session:
-        np.testing.assert_array_equal(session.make_envs().obs, actors)
-
-
-def test_neighbouring_seeds_share_no_environment(tmp_path):
-    """Gymnasium's own seeds are 1, 2, 3, ... and 2, 3, 4, ..."""
-    firsts = []
-    for seed in (1, 2, 3):
-        with Session(short_args(tmp_path, num_envs=8, seed=seed), "impala.py", impala.make_envs) as session:
+        with open_session(num_envs=8, seed=seed) as session:
             firsts += session.make_envs().obs.tolist()
+    assert len(set(levels)) == 24
     assert len({tuple(first) for first in firsts}) == 24
+    with open_session() as session:
+        actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
+    with open_session(num_envs=6) as session:
+        np.testing.assert_array_equal(session.make_envs().obs, actors)
 
 
 def test_every_episode_is_counted_once(tmp_path):
@@ -192,9 +186,6 @@ def test_every_episode_is_counted_once(tmp_path):
     assert {(row["env"], row["episodic_length"]) for row in rows} == {(env, n) for env in "0123" for n in ("1", "20")}
     assert all(float(row["episodic_return"]) == int(row["episodic_length"]) for row in rows)
     assert args.total_timesteps - 4 * 19 <= sum(int(row["episodic_length"]) for row in rows) <= args.total_timesteps
-
-
-# ------------------------------------------------------------------------------------------------------------- failures
 
 
 class HangEnv(CountEnv):
@@ -253,9 +244,6 @@ def test_a_crash_shows_its_traceback_and_fails(tmp_path):
     assert "in step\n" in process.errors  # where it happened
 
 
-# ------------------------------------------------------------------------------------------------------------- learning
-
-
 @pytest.mark.parametrize("num_actors", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_solves_cartpole(num_actors, tmp_path):
     """These settings reached 500 with each of 5 seeds in turn, and each of 5 with actors, whose lag is up to the
@@ -266,14 +254,3 @@ def test_solves_cartpole(num_actors, tmp_path):
         feature_dim=64, anneal_lr=True, total_timesteps=300_000, device="cpu",
     )  # fmt: skip
     assert evaluate(impala.main(args)) >= (400 if num_actors else 475)
-
-
-@pytest.mark.parametrize(("use_lstm", "low", "high"), [(True, 0.95, 1.0), (False, 0.3, 0.7)])
-def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
-    args = impala.Args(
-        runs_dir=str(tmp_path), env_id="TestCue-v0", num_envs=16, num_actors=0, num_steps=10, batch_size=16,
-        num_minibatches=4, gamma=0.9, feature_dim=32, use_lstm=use_lstm, norm_reward="none", learning_rate=3e-3,
-        total_timesteps=60_000, device="cpu",
-    )  # fmt: skip
-    run_dir = impala.main(args)
-    assert low <= evaluate(run_dir, episodes=200) <= high
