@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import gc
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -37,20 +35,7 @@ from common.learning import RewardNormalizer
 from common.run import ROOT, Run, command
 from common.settings import parse
 from conftest import SpoiltEnv
-from helpers import (
-    ALL,
-    SCRIPTS,
-    checkpoints,
-    flags,
-    in_use,
-    make_envs,
-    newest,
-    parameters,
-    read_csv,
-    read_json,
-    read_scalars,
-    resumed_at,
-)
+from helpers import ALL, SCRIPTS, checkpoints, flags, newest, parameters, read_csv, read_json, read_scalars, resumed_at
 
 AUTO = resolve_precision("auto", torch.device("cpu"))
 OTHER = "fp32" if AUTO == "bf16" else "bf16"
@@ -347,6 +332,7 @@ class Bomb:
          f"cannot change --precision {OTHER} (there: {AUTO}), --gamma 0.9 (there: 0.999); to start a new run", None),
         (impala, {"total_timesteps": 90}, "it has made 96 steps: raise --total-timesteps", None),
         (ppo, {}, "that is a run of other.py, not of ppo.py.", lambda saved: saved.update(script="other.py")),
+        (ppo, {}, "that is a run of 2 ranks, not of 1.", lambda saved: saved.update(ranks=2 * saved["ranks"])),
         (ppo, {}, "--env-id bossfight,fruitbot (there: unknown)", lambda saved: saved["args"].clear()),
         (ppo, {}, "its checkpoint does not fit this script", lambda saved: saved["parts"]["agent"].clear()),
         (ppg, {}, "the environments do not repeat what they did",
@@ -355,7 +341,7 @@ class Bomb:
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(format=saved["format"] - 1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(ranks=None)),
     ],
-    ids=["settings", "shorter", "script", "older", "network", "replay", "code", "version", "part"],
+    ids=["settings", "shorter", "script", "ranks", "older", "network", "replay", "code", "version", "part"],
 )  # fmt: skip
 def test_what_would_be_another_run_is_refused(script, changes, words, change, run_copy, monkeypatch):
     """Nothing is changed in its folder, and nothing that a checkpoint holds is run."""
@@ -560,7 +546,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     (runs / "broken").mkdir()
     (runs / "broken/args.json").write_text("{")
     args = game_args(ppg, runs, resume="auto", precision=AUTO)
-    with in_use(runs / "in-use"):
+    with helpers.in_use(runs / "in-use"):
         assert ppg.main(args) == path
     assert f"passes {runs / 'in-use'} over" in capsys.readouterr().err
     check_same_run(path, undisturbed(ppg))
@@ -720,15 +706,3 @@ def test_memory_stays_flat(script, tmp_path):
         script.main(game_args(script, tmp_path, total_timesteps=100 * 8, num_steps=2, feature_dim=256))
     slope, _ = np.polyfit(range(80), megabytes[-80:], 1)
     assert slope < 0.02  # a checkpoint has .7 MB
-
-
-def test_closed_environments_are_freed_at_once():
-    """The garbage collector need not: cffi's buffers can crash it."""
-    envs = make_envs("coinrun", 1, seed=0)
-    envs.reset()
-    freed = [weakref.ref(envs), weakref.ref(envs.unwrapped.library)]
-    gc.disable()
-    envs.close()
-    del envs
-    gc.enable()
-    assert [each() for each in freed] == [None, None]

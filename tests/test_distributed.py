@@ -4,7 +4,6 @@ import functools
 import json
 import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 import fast
 import ppo
 import ranks
-from common import InputError
 from common.device import World
 from common.learning import RewardNormalizer
 from helpers import flags, newest, parameters, read_csv, read_json, resumed_at
@@ -157,13 +155,6 @@ def test_sigterm_and_resume(tmp_path):
     forks = Ranks(tmp_path / "again", 2).run(fast.run_script, "ppo", words)
     assert f"resumed at step {saved['step']:,}" in forks[0].output
     assert newest(path)["step"] == total
-
-
-def test_another_number_of_ranks_cannot_go_on(whole, tmp_path):
-    path = Path(shutil.copytree(whole("ppo"), tmp_path / "run"))
-    settings = read_json(path / "args.json") | {"resume": str(path), "total_timesteps": 9 * 32}
-    with pytest.raises(InputError, match=f"^--resume {path}: that is a run of 2 ranks, not of 1.$"):
-        ppo.main(ppo.Args(**settings))
 
 
 def test_all_ranks_have_the_settings_of_rank_zero(whole, tmp_path):

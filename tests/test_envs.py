@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import gc
 import importlib.util
 import os
 import signal
 import sys
+import weakref
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -285,6 +287,18 @@ def test_gymnasium_actions_reach_the_environment_clipped_and_in_its_type(space, 
     assert [each.dtype for each in received] == [space.dtype] * 2
     np.testing.assert_array_equal(received, expected)
     np.testing.assert_array_equal(actions, sent)  # the agent's stay as drawn
+
+
+def test_closed_environments_are_freed_at_once():
+    """The garbage collector need not: cffi's buffers can crash it."""
+    envs = make_envs("coinrun", 1, seed=0)
+    envs.reset()
+    freed = [weakref.ref(envs), weakref.ref(envs.unwrapped.library)]
+    gc.disable()
+    envs.close()
+    del envs
+    gc.enable()
+    assert [each() for each in freed] == [None, None]
 
 
 def read_video(path):
