@@ -52,24 +52,6 @@ def test_rewards_treated(norm_reward, expected):
     assert treated.tolist()[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_rewards_are_scaled_in_order_of_time():
-    """As if the unrolls of each environment were one."""
-    rng = np.random.default_rng(0)
-    rewards, dones = rng.normal(size=(3, 5, 4)).astype(np.float32), rng.random((3, 5, 4)) < 0.2
-    plain, mine = RewardNormalizer(4, 0.9), RewardNormalizer(6, 0.9)
-    envs = [2, 5, 2, 0, 5, 3, 0, 2, 3, 0, 3, 5]  # three rounds, as two actors may hand them over
-    batch, expected = np.empty((2, 5, 12), np.float32), np.empty((5, 12), np.float32)
-    scaled = plain(np.concatenate(rewards), np.concatenate(dones))
-    for count, columns in enumerate(np.argsort(envs, kind="stable").reshape(4, 3).T):
-        batch[:, :, columns] = rewards[count], dones[count]
-        expected[:, columns] = scaled[5 * count : 5 * (count + 1)]
-    unrolls = impala.Unroll(*[None] * 3, *map(torch.as_tensor, batch), *[None] * 2)
-    np.testing.assert_allclose(impala.treat_rewards(unrolls, envs, mine), expected, rtol=1e-5)
-    np.testing.assert_allclose(mine.returns[[0, 2, 3, 5]], plain.returns)
-    assert mine.returns[[1, 4]].tolist() == [0, 0]
-    assert mine.var == pytest.approx(plain.var)
-
-
 def short_args(tmp_path, **settings):
     sizes = {"num_steps": 8, "queue_size": 4, "total_timesteps": 320, "log_interval": 64, "num_actors": 1}
     return small_args(impala, tmp_path, sizes, **settings)
