@@ -382,13 +382,21 @@ def appo_pass(
         descend(params, adam, mean(losses), rate, args.max_grad_norm)
 
 
+TREATMENTS = {
+    "none": lambda reward: reward,
+    "clip": lambda reward: max(-1.0, min(1.0, reward)),
+    "soft-asymmetric": lambda reward: 5 * math.tanh(reward / 5) * (0.3 if reward < 0 else 1.0),  # for DMLab
+}
+
+
 def treat_rewards(batch: list[Played], scale: RewardScale, args: Any) -> list[Played]:
-    """The same unrolls with scaled or clipped rewards."""
+    """The same unrolls with rewards as `--norm-reward` says."""
     rollout = [unroll.steps[:-1] for unroll in batch]
     if args.norm_reward == "return":
         rollout = scale(rollout, [unroll.env for unroll in batch])
     else:
-        rollout = [[step._replace(reward=max(-1.0, min(1.0, step.reward))) for step in steps] for steps in rollout]
+        treat = TREATMENTS[args.norm_reward]
+        rollout = [[step._replace(reward=treat(step.reward)) for step in steps] for steps in rollout]
     return [each._replace(steps=[*steps, each.steps[-1]]) for each, steps in zip(batch, rollout, strict=True)]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import impala
-from common.learning import RewardNormalizer, action_dist
+from common.learning import action_dist
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script
@@ -35,21 +35,6 @@ def test_logged_ratios():
     assert {tag: value.item() for tag, value in metrics.items()} == pytest.approx(
         {f"losses/{name}": value for name, value in expected.items()}
     )
-
-
-@pytest.mark.parametrize(
-    ("norm_reward", "expected"),
-    [
-        ("none", [-10, -0.5, 0, 0.5, 10]),
-        ("clip", [-1, -0.5, 0, 0.5, 1]),
-        # 5 tanh(r / 5), negative ones times .3: 5 tanh(2) = 4.82014, 5 tanh(.1) = .49834
-        ("soft-asymmetric", [-0.3 * 4.82014, -0.3 * 0.49834, 0, 0.49834, 4.82014]),
-    ],
-)
-def test_rewards_treated(norm_reward, expected):
-    batch = impala.Unroll(*[None] * 3, torch.tensor([[-10.0, -0.5, 0.0, 0.5, 10.0]]), *[None] * 3)
-    treated = impala.treat_rewards(batch, [0] * 5, RewardNormalizer(1, 0.9, norm_reward))
-    assert treated.tolist()[0] == pytest.approx(expected, rel=1e-5)
 
 
 def short_args(tmp_path, **settings):

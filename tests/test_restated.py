@@ -152,6 +152,7 @@ APPO["other settings"] |= {"anneal_lr": True, "micro_batch_size": 6}
 # Batches have two unrolls of some environments, and one of the others.
 APPO["scaled rewards"] = {"norm_reward": "return", "num_envs": 4, "batch_size": 6, "total_timesteps": 180}
 IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}
+IMPALA |= {f"rewards: {name}": SMALL | {"norm_reward": name} for name in ("none", "soft-asymmetric")}
 APPO |= {f"{name}, LSTM": settings | {"use_lstm": True} for name, settings in APPO.items()}
 
 
