@@ -491,10 +491,10 @@ def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):
     assert episodes[-1]["level_complete"] in ("0", "1")
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
-def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
-    """PPG is resumed twice in a phase whose levels were chosen before: its checkpoints keep the frames."""
-    collect = script.collect
+def test_levels_chosen_from_outside(tmp_path, monkeypatch):
+    """PPG is resumed twice in a phase whose levels were chosen before: its checkpoints keep the frames. (PPO with
+    chosen levels: tests/test_ideas.py.)"""
+    collect = ppg.collect
 
     def choosing(agent, envs, rollout, obs, step, normalizer, run):
         if step in (0, 32):
@@ -502,14 +502,14 @@ def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
                 envs.set_next_level(env, step + env)
         return collect(agent, envs, rollout, obs, step, normalizer, run)
 
-    monkeypatch.setattr(script, "collect", choosing)
-    expected = script.main(game_args(script, tmp_path / "undisturbed"))
-    path = interrupted(script, 3, tmp_path / "runs", **NEVER | GAMES)
+    monkeypatch.setattr(ppg, "collect", choosing)
+    expected = ppg.main(game_args(ppg, tmp_path / "undisturbed"))
+    path = interrupted(ppg, 3, tmp_path / "runs", **NEVER | GAMES)
     for _ in range(2):
-        with stopping(script, "update", 2), pytest.raises(KeyboardInterrupt):
-            resume(script, path)
-    assert script is ppo or "obs" in newest(path)["ranks"][0]["phase"]
-    resume(script, path)
+        with stopping(ppg, "update", 2), pytest.raises(KeyboardInterrupt):
+            resume(ppg, path)
+    assert "obs" in newest(path)["ranks"][0]["phase"]
+    resume(ppg, path)
     check_same_run(path, expected)
     assert {row["level_seed"] for row in read_csv(path / "episodes.csv")} & {"32", "33", "34", "35"}
 

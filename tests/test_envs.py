@@ -45,14 +45,10 @@ def random_actions(num_steps, num_envs):
 
 @pytest.mark.parametrize("games", [["coinrun"], ["coinrun", "starpilot"], ["maze", "heist", "coinrun"]])
 def test_procgen_env_i_plays_game_i(games):
+    """The draws of the levels do not depend on the games, so that a game alone starts with the same frames."""
     envs = procgen_envs(",".join(games), 6)
-    # A saved state begins with 4 bytes, the length of the game's name, and the name itself.
-    states = [envs.unwrapped.get_state(env) for env in range(6)]
-    played = [state[8 : 8 + int.from_bytes(state[4:8], "little")].decode() for state in states]
-    assert played == [games[i % len(games)] for i in range(6)]
     obs, _ = envs.reset()
     envs.close()
-    # The draws of the levels do not depend on the games, so that a game alone starts with the same frames.
     for g, game in enumerate(games):
         alone = procgen_envs(game, 6)
         np.testing.assert_array_equal(obs[g :: len(games)], alone.reset()[0][g :: len(games)])

@@ -18,7 +18,7 @@ from common.learning import action_dist
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script
-from helpers import evaluate, level_seeds, read_csv, read_scalars, small_args, wait_until
+from helpers import evaluate, flags, level_seeds, read_csv, read_scalars, small_args, wait_until
 
 
 @pytest.mark.quick
@@ -171,9 +171,9 @@ def run_hanging(words):
 
 
 def test_a_signal_ends_a_run_whose_actor_hangs(tmp_path):
-    words = ["--env-id=TestHang-v0", "--num-envs=2", "--num-steps=4", "--batch-size=2", "--num-minibatches=2"]
-    words += ["--log-interval=1", "--device=cpu", f"--runs-dir={tmp_path / 'runs'}", "--checkpoint-interval=0"]
-    with Fork(tmp_path, run_hanging, words) as process:
+    sizes = {"num_envs": 2, "num_steps": 4, "batch_size": 2, "total_timesteps": 10**6, "log_interval": 1}
+    args = short_args(tmp_path / "runs", env_id="TestHang-v0", checkpoint_interval=0.0, **sizes)
+    with Fork(tmp_path, run_hanging, flags(args)) as process:
         process.wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/*32.pt")))  # after 4 updates of 8 steps
         process.wait_for(lambda: "hangs" in process.output)
         process.send(signal.SIGINT)
@@ -204,8 +204,8 @@ def test_a_model_saved_on_a_signal_is_a_published_one(copies, tmp_path, monkeypa
 
 
 def test_a_crash_shows_its_traceback_and_fails(tmp_path):
-    words = ["--env-id=TestCrash-v0", "--num-envs=2", "--num-actors=2", "--device=cpu", f"--runs-dir={tmp_path}"]
-    process = Fork(tmp_path, run_script, "impala", words)
+    args = short_args(tmp_path, env_id="TestCrash-v0", num_actors=2, total_timesteps=10**6)
+    process = Fork(tmp_path, run_script, "impala", flags(args))
     assert process.wait() == 1
     assert "ZeroDivisionError: the simulator has crashed" in process.errors
     assert "in step\n" in process.errors  # where it happened

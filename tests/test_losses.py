@@ -26,7 +26,6 @@ ACTION_SPACES = {
     "box": gym.spaces.Box(-1, 1, (2,), np.float32),
     "multibinary": gym.spaces.MultiBinary(3),
 }
-SPACES = pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
 CPU = torch.device("cpu")
 WORLD = World(CPU)
 
@@ -64,7 +63,7 @@ def dist_of(space: gym.Space, params: torch.Tensor) -> Distribution:
     return Independent(Normal(params[:, :2], params[:, 2:].exp()), 1)
 
 
-@SPACES
+@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
 def test_distributions_are_pytorchs(space):
     torch.manual_seed(0)
     old, new = torch.randn(2, 6, 3 if isinstance(space, gym.spaces.MultiBinary) else 4, dtype=torch.float64)

@@ -132,10 +132,7 @@ PPG = {
 @pytest.mark.parametrize("settings", PPG.values(), ids=PPG)
 @pytest.mark.parametrize("arch", ["detach", "dual", "shared"])
 def test_ppg(arch, settings, check):
-    """A phase of two iterations, and another of one, which the end of the run cuts short.
-
-    CleanRL's first auxiliary step contains the last gradient of the policy phase.
-    """
+    """A phase of two iterations, and another of one, which the end of the run cuts short."""
     check(ppg, restated.ppg, **{"arch": arch, "n_pi": 2, "e_aux": 2} | settings)
 
 
