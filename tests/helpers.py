@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import json
 import shlex
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from common.checkpoint import load_agent
 from common.envs import Envs, make_vec
 from common.evaluation import HeldOut
 from common.run import command
-from common.settings import EnvArgs
+from common.settings import EnvArgs, read_json
 
 SCRIPTS = [ppo, ppg, impala]
 ALL = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -37,11 +36,6 @@ def small_args(script, runs_dir: Path, sizes: dict[str, Any], /, **settings):
     flags = {field.name for field in dataclasses.fields(script.Args)}
     own = {name: value for name, value in (small | sizes).items() if name in flags}
     return script.Args(**{"env_id": "CartPole-v1", "device": "cpu", "runs_dir": str(runs_dir)} | own | settings)
-
-
-def with_advantages(rollout, advantages: torch.Tensor):
-    """A rollout with advantages and value targets, as the scripts hand it to `update`."""
-    return rollout._replace(advantages=advantages, returns=advantages + rollout.values)
 
 
 def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -57,10 +51,6 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def newest(run_dir: Path) -> dict[str, Any]:
     """What the newest checkpoint of a run holds."""
     return torch.load(checkpoints(run_dir)[0], weights_only=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def resumed_at(run_dir: Path) -> list[int]:

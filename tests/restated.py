@@ -10,7 +10,7 @@ al. 2019, https://arxiv.org/abs/1910.03552).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +78,9 @@ class RewardScale:
     def __init__(self, num_envs: int, gamma: float):
         self.gamma, self.running, self.returns = gamma, [0.0] * num_envs, []
 
-    def __call__(self, rollout: list[list[Step]]) -> list[list[Step]]:
-        for n, steps in enumerate(rollout):
+    def __call__(self, rollout: list[list[Step]], envs: Iterable[int]) -> list[list[Step]]:
+        """`envs` are the numbers of the environments that have made these steps."""
+        for n, steps in zip(envs, rollout, strict=True):
             for step in steps:
                 self.running[n] = step.reward + self.gamma * self.running[n]
                 self.returns.append(self.running[n])
@@ -194,7 +195,7 @@ def iterations(history: list[list[Step]], args: Any) -> Iterator[tuple[list[list
     scale, count = RewardScale(len(history), args.norm_reward_gamma), len(history[0]) // args.num_steps
     for i, rollout in enumerate(zip(*(split(steps, args.num_steps) for steps in history), strict=True)):
         yield (
-            scale(rollout) if args.norm_reward == "return" else rollout,
+            scale(rollout, range(len(history))) if args.norm_reward == "return" else rollout,
             1 - i / count if args.anneal_lr else 1.0,
         )
 
@@ -276,8 +277,9 @@ State = tuple[Tensor, Tensor] | None  # h and c of the LSTM
 class Played(NamedTuple):
     """An unroll of one environment: T steps, and one more of which only the observation counts."""
 
+    env: int
     steps: list[Step]
-    rewards: list[float]  # clipped; a time limit adds the discounted value of the last observation
+    last_values: list[float]  # the discounted value of the last observation where a time limit has cut an episode, or 0
     probabilities: list[Tensor]  # of the actions, by the policy that took them
     state: State  # before the first observation
 
@@ -302,17 +304,16 @@ def next_state(step: Step, state: State) -> State:
 
 
 @torch.no_grad()
-def play(params: Parameters, steps: list[Step], state: State, args: Any) -> tuple[Played, State]:
+def play(params: Parameters, env: int, steps: list[Step], state: State, args: Any) -> tuple[Played, State]:
     """What an actor hands over, and its next state."""
-    rewards, probabilities, first = [], [], state
+    last_values, probabilities, first = [], [], state
     for step in steps[:-1]:
         policy, _, state = view_of(params, step.obs, state)
         probabilities.append(policy[step.action])
-        rewards.append(max(-1.0, min(1.0, step.reward)))
-        if step.truncated and not step.terminated:
-            rewards[-1] = rewards[-1] + args.gamma * view_of(params, step.next_obs, state)[1]
+        cut = step.truncated and not step.terminated
+        last_values.append(args.gamma * view_of(params, step.next_obs, state)[1] if cut else 0.0)
         state = next_state(step, state)
-    return Played(steps, rewards, probabilities, first), state
+    return Played(env, steps, last_values, probabilities, first), state
 
 
 def outputs_of(params: Parameters, unroll: Played) -> tuple[list[Tensor], list[Tensor]]:
@@ -331,7 +332,8 @@ def unroll_samples(policies: list[Tensor], values: list[Tensor], unroll: Played,
     gammas = [args.gamma * (not (step.terminated or step.truncated)) for step in steps]
     probabilities = [policy[step.action] for policy, step in zip(policies, steps, strict=False)]
     ratios = [ours / acting for ours, acting in zip(probabilities, unroll.probabilities, strict=True)]
-    targets, advantages = vtrace(ratios, unroll.rewards, gammas, values, args)
+    rewards = [step.reward + value for step, value in zip(steps, unroll.last_values, strict=True)]
+    targets, advantages = vtrace(ratios, rewards, gammas, values, args)
     return [
         Sample(step.obs, step.action, probabilities[t].log(), values[t].detach(), advantages[t], targets[t])
         for t, step in enumerate(steps)
@@ -380,6 +382,24 @@ def appo_pass(
         descend(params, adam, mean(losses), rate, args.max_grad_norm)
 
 
+TREATMENTS = {
+    "none": lambda reward: reward,
+    "clip": lambda reward: max(-1.0, min(1.0, reward)),
+    "soft-asymmetric": lambda reward: 5 * math.tanh(reward / 5) * (0.3 if reward < 0 else 1.0),  # for DMLab
+}
+
+
+def treat_rewards(batch: list[Played], scale: RewardScale, args: Any) -> list[Played]:
+    """The same unrolls with rewards as `--norm-reward` says."""
+    rollout = [unroll.steps[:-1] for unroll in batch]
+    if args.norm_reward == "return":
+        rollout = scale(rollout, [unroll.env for unroll in batch])
+    else:
+        treat = TREATMENTS[args.norm_reward]
+        rollout = [[step._replace(reward=treat(step.reward)) for step in steps] for steps in rollout]
+    return [each._replace(steps=[*steps, each.steps[-1]]) for each, steps in zip(batch, rollout, strict=True)]
+
+
 def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[int]], args: Any) -> None:
     """IMPALA with RMSProp (losses are means over T x B steps, as are a script's settings), or asynchronous PPO: train
     `params`, in place. Rounds of one unroll of each environment are played by the newest parameters, and wait for their
@@ -389,13 +409,14 @@ def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[
         start = tuple(torch.zeros(2, args.feature_dim))
     adam, rmsprop = Adam(params.values(), eps=args.adam_eps), RMSprop(params.values(), alpha=0.99, eps=args.rmsprop_eps)
     states, waiting, played = [start] * len(history), [], 0
+    scale = RewardScale(len(history), args.norm_reward_gamma)
     for i in range(args.total_timesteps // size):
         while len(waiting) < args.batch_size:
             for n, steps in enumerate(history):
-                unroll, states[n] = play(params, steps[played : played + args.num_steps + 1], states[n], args)
+                unroll, states[n] = play(params, n, steps[played : played + args.num_steps + 1], states[n], args)
                 waiting.append(unroll)
             played += args.num_steps
-        batch, waiting = waiting[: args.batch_size], waiting[args.batch_size :]
+        batch, waiting = treat_rewards(waiting[: args.batch_size], scale, args), waiting[args.batch_size :]
         rate = args.learning_rate * (1 - i * size / args.total_timesteps if args.anneal_lr else 1)
         if args.preset == "appo":
             appo_pass(params, adam, batch, orders, rate, args)

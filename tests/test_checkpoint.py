@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import gc
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -37,20 +35,7 @@ from common.learning import RewardNormalizer
 from common.run import ROOT, Run, command
 from common.settings import parse
 from conftest import SpoiltEnv
-from helpers import (
-    ALL,
-    SCRIPTS,
-    checkpoints,
-    flags,
-    in_use,
-    make_envs,
-    newest,
-    parameters,
-    read_csv,
-    read_json,
-    read_scalars,
-    resumed_at,
-)
+from helpers import ALL, SCRIPTS, checkpoints, flags, newest, parameters, read_csv, read_json, read_scalars, resumed_at
 
 AUTO = resolve_precision("auto", torch.device("cpu"))
 OTHER = "fp32" if AUTO == "bf16" else "bf16"
@@ -75,12 +60,6 @@ def game_args(script, runs_dir, **settings):
 def resume(script, path, **changes):
     """Go on with the run in `path`, in process, as `python script.py --resume path` does."""
     return script.main(script.Args(**read_json(path / "args.json") | {"resume": str(path)} | changes))
-
-
-def resume_words(monkeypatch, script, *words):
-    """The settings that a command line gives, after those of the run that it resumes."""
-    monkeypatch.setattr(sys, "argv", ["x.py", *map(str, words)])
-    return parse(script.Args)
 
 
 def stopping(place, name, calls, error=KeyboardInterrupt):
@@ -266,7 +245,7 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, monkeypatch, capsys):
+def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, capsys):
     """Not that of the next iteration, which is not waited for. What is printed resumes the run, once it has ended."""
     runs, endless = tmp_path / "runs", {"total_timesteps": 10**7} | NEVER
     with start(script, game_args(script, runs, **endless, **settings), tmp_path) as process:
@@ -284,8 +263,8 @@ def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, monk
     stopped_at = newest(path)["step"]
     assert stopped_at == torch.load(path / "model.pt", weights_only=True)["step"] >= 3 * 16
     assert process.output.splitlines()[-1].startswith(f"stopped: {stopped_at:,} steps in ")
-    args = resume_words(monkeypatch, script, *shlex.split(again)[2:], f"--total-timesteps={stopped_at + 64}")
-    assert script.main(args) == path
+    words = [*shlex.split(again)[2:], f"--total-timesteps={stopped_at + 64}"]
+    assert script.main(parse(script.Args, words)) == path
     assert f"resumed at step {stopped_at:,}" in capsys.readouterr().out
 
 
@@ -346,10 +325,6 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-def other_actions(saved):
-    saved["ranks"][0]["phase"]["actions"] ^= 1
-
-
 @pytest.mark.parametrize(
     ("script", "changes", "words", "change"),
     [
@@ -357,14 +332,16 @@ def other_actions(saved):
          f"cannot change --precision {OTHER} (there: {AUTO}), --gamma 0.9 (there: 0.999); to start a new run", None),
         (impala, {"total_timesteps": 90}, "it has made 96 steps: raise --total-timesteps", None),
         (ppo, {}, "that is a run of other.py, not of ppo.py.", lambda saved: saved.update(script="other.py")),
+        (ppo, {}, "that is a run of 2 ranks, not of 1.", lambda saved: saved.update(ranks=2 * saved["ranks"])),
         (ppo, {}, "--env-id bossfight,fruitbot (there: unknown)", lambda saved: saved["args"].clear()),
         (ppo, {}, "its checkpoint does not fit this script", lambda saved: saved["parts"]["agent"].clear()),
-        (ppg, {}, "the environments do not repeat what they did", other_actions),
+        (ppg, {}, "the environments do not repeat what they did",
+         lambda saved: saved["ranks"][0]["phase"]["actions"].bitwise_xor_(1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(step=Bomb())),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(format=saved["format"] - 1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(ranks=None)),
     ],
-    ids=["settings", "shorter", "script", "older", "network", "replay", "code", "version", "part"],
+    ids=["settings", "shorter", "script", "ranks", "older", "network", "replay", "code", "version", "part"],
 )  # fmt: skip
 def test_what_would_be_another_run_is_refused(script, changes, words, change, run_copy, monkeypatch):
     """Nothing is changed in its folder, and nothing that a checkpoint holds is run."""
@@ -438,9 +415,8 @@ def test_settings_of_all_kinds_come_back(tmp_path):
         assert parse(script.Args, ["--resume", str(path)]) == replace(args, resume=str(path))
         assert script.main(args) == path
         assert load_agent(path, script=script.__file__)[1] == replace(args, resume=None)
-        assert parse(script.Args, shlex.split(read_json(path / "meta.json")["command"])[2:]) == replace(
-            args, resume=None
-        )
+        words = shlex.split(read_json(path / "meta.json")["command"])[2:]
+        assert parse(script.Args, words) == replace(args, resume=None)
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
         ({"sizes": [16, 32]}, "--sizes [16, 32] would come back from args.json as (16, 32)"),
@@ -515,10 +491,10 @@ def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):
     assert episodes[-1]["level_complete"] in ("0", "1")
 
 
-@pytest.mark.parametrize("script", [ppo, ppg], ids=lambda script: script.__name__)
-def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
-    """PPG is resumed twice in a phase whose levels were chosen before: its checkpoints keep the frames."""
-    collect = script.collect
+def test_levels_chosen_from_outside(tmp_path, monkeypatch):
+    """PPG is resumed twice in a phase whose levels were chosen before: its checkpoints keep the frames. (PPO with
+    chosen levels: tests/test_ideas.py.)"""
+    collect = ppg.collect
 
     def choosing(agent, envs, rollout, obs, step, normalizer, run):
         if step in (0, 32):
@@ -526,25 +502,25 @@ def test_levels_chosen_from_outside(script, tmp_path, monkeypatch):
                 envs.set_next_level(env, step + env)
         return collect(agent, envs, rollout, obs, step, normalizer, run)
 
-    monkeypatch.setattr(script, "collect", choosing)
-    expected = script.main(game_args(script, tmp_path / "undisturbed"))
-    path = interrupted(script, 3, tmp_path / "runs", **NEVER | GAMES)
-    for calls in (1, 1):
-        with stopping(script, "update", calls + 1), pytest.raises(KeyboardInterrupt):
-            resume(script, path)
-    assert script is ppo or "obs" in newest(path)["ranks"][0]["phase"]
-    resume(script, path)
+    monkeypatch.setattr(ppg, "collect", choosing)
+    expected = ppg.main(game_args(ppg, tmp_path / "undisturbed"))
+    path = interrupted(ppg, 3, tmp_path / "runs", **NEVER | GAMES)
+    for _ in range(2):
+        with stopping(ppg, "update", 2), pytest.raises(KeyboardInterrupt):
+            resume(ppg, path)
+    assert "obs" in newest(path)["ranks"][0]["phase"]
+    resume(ppg, path)
     check_same_run(path, expected)
     assert {row["level_seed"] for row in read_csv(path / "episodes.csv")} & {"32", "33", "34", "35"}
 
 
-def test_no_run_to_go_on_with(tmp_path, monkeypatch, capsys):
+def test_no_run_to_go_on_with(tmp_path, capsys):
     """None is there, or its checkpoints are gone: `auto` starts anew."""
     nowhere = tmp_path / "nowhere"
     with pytest.raises(InputError, match=f"^--resume {nowhere}: no run folder .* is there .No such file or directory"):
         ppo.main(make_args(ppo, tmp_path, resume=str(nowhere)))
     with pytest.raises(InputError, match=f"^--resume {nowhere}: no run folder with a readable args.json is there"):
-        resume_words(monkeypatch, ppo, "--resume", nowhere)
+        parse(ppo.Args, ["--resume", str(nowhere)])
     path = interrupted(ppo, 1, tmp_path)
     shutil.rmtree(path / "checkpoints")
     with pytest.raises(InputError, match="it has no checkpoint that can be read: start a new run"):
@@ -570,7 +546,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     (runs / "broken").mkdir()
     (runs / "broken/args.json").write_text("{")
     args = game_args(ppg, runs, resume="auto", precision=AUTO)
-    with in_use(runs / "in-use"):
+    with helpers.in_use(runs / "in-use"):
         assert ppg.main(args) == path
     assert f"passes {runs / 'in-use'} over" in capsys.readouterr().err
     check_same_run(path, undisturbed(ppg))
@@ -730,15 +706,3 @@ def test_memory_stays_flat(script, tmp_path):
         script.main(game_args(script, tmp_path, total_timesteps=100 * 8, num_steps=2, feature_dim=256))
     slope, _ = np.polyfit(range(80), megabytes[-80:], 1)
     assert slope < 0.02  # a checkpoint has .7 MB
-
-
-def test_closed_environments_are_freed_at_once():
-    """The garbage collector need not: cffi's buffers can crash it."""
-    envs = make_envs("coinrun", 1, seed=0)
-    envs.reset()
-    freed = [weakref.ref(envs), weakref.ref(envs.unwrapped.library)]
-    gc.disable()
-    envs.close()
-    del envs
-    gc.enable()
-    assert [each() for each in freed] == [None, None]

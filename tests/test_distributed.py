@@ -4,7 +4,6 @@ import functools
 import json
 import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +13,9 @@ import torch
 import fast
 import ppo
 import ranks
-from common import InputError
 from common.device import World
 from common.learning import RewardNormalizer
-from helpers import newest, parameters, read_csv, read_json, resumed_at
+from helpers import flags, newest, parameters, read_csv, read_json, resumed_at
 from ranks import Ranks
 from test_checkpoint import check_same_run
 
@@ -34,12 +32,6 @@ def settings_of(script, runs_dir, **more):
     small = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 8 * 32, "feature_dim": 16}
     small |= {"env_id": "bossfight", "device": "cpu", "seed": 4, "checkpoint_interval": 0.0}
     return {"script": script, **small, **SMALL[script], "runs_dir": str(runs_dir)} | more
-
-
-def words_of(settings):
-    """The command line of settings."""
-    named = {name: value for name, value in settings.items() if name != "script"}
-    return [word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +136,9 @@ def test_without_resume_they_begin_a_new_run(whole, tmp_path):
 
 def test_sigterm_and_resume(tmp_path):
     runs = tmp_path / "runs"
-    words = words_of(settings_of("ppo", runs, total_timesteps=10**6))
+    settings = settings_of("ppo", runs, total_timesteps=10**6)
+    del settings["script"]
+    words = flags(ppo.Args(**settings))
     with Ranks(tmp_path / "two", 2).started(fast.run_script, "ppo", words) as forks:
         forks[0].wait_for(lambda: any(len(p.read_text().splitlines()) > 3 for p in runs.glob("*/progress.csv")))
         for fork in forks:
@@ -161,13 +155,6 @@ def test_sigterm_and_resume(tmp_path):
     forks = Ranks(tmp_path / "again", 2).run(fast.run_script, "ppo", words)
     assert f"resumed at step {saved['step']:,}" in forks[0].output
     assert newest(path)["step"] == total
-
-
-def test_another_number_of_ranks_cannot_go_on(whole, tmp_path):
-    path = Path(shutil.copytree(whole("ppo"), tmp_path / "run"))
-    settings = read_json(path / "args.json") | {"resume": str(path), "total_timesteps": 9 * 32}
-    with pytest.raises(InputError, match=f"^--resume {path}: that is a run of 2 ranks, not of 1.$"):
-        ppo.main(ppo.Args(**settings))
 
 
 def test_all_ranks_have_the_settings_of_rank_zero(whole, tmp_path):

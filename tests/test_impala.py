@@ -14,13 +14,11 @@ import pytest
 import torch
 
 import impala
-from common.learning import RewardNormalizer, action_dist
+from common.learning import action_dist
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script
-from helpers import evaluate, level_seeds, read_csv, read_scalars, small_args, wait_until
-
-# ------------------------------------------------------------------------------------------------------------- learner
+from helpers import evaluate, flags, level_seeds, read_csv, read_scalars, small_args, wait_until
 
 
 @pytest.mark.quick
@@ -37,39 +35,6 @@ def test_logged_ratios():
     assert {tag: value.item() for tag, value in metrics.items()} == pytest.approx(
         {f"losses/{name}": value for name, value in expected.items()}
     )
-
-
-@pytest.mark.parametrize(
-    ("norm_reward", "expected"),
-    [
-        ("none", [-10, -0.5, 0, 0.5, 10]),
-        ("clip", [-1, -0.5, 0, 0.5, 1]),
-        # 5 tanh(r / 5), negative ones times .3: 5 tanh(2) = 4.82014, 5 tanh(.1) = .49834
-        ("soft-asymmetric", [-0.3 * 4.82014, -0.3 * 0.49834, 0, 0.49834, 4.82014]),
-    ],
-)
-def test_rewards_treated(norm_reward, expected):
-    batch = impala.Unroll(*[None] * 3, torch.tensor([[-10.0, -0.5, 0.0, 0.5, 10.0]]), *[None] * 3)
-    treated = impala.treat_rewards(batch, [0] * 5, RewardNormalizer(1, 0.9, norm_reward))
-    assert treated.tolist()[0] == pytest.approx(expected, rel=1e-5)
-
-
-def test_rewards_are_scaled_in_order_of_time():
-    """As if the unrolls of each environment were one."""
-    rng = np.random.default_rng(0)
-    rewards, dones = rng.normal(size=(3, 5, 4)).astype(np.float32), rng.random((3, 5, 4)) < 0.2
-    plain, mine = RewardNormalizer(4, 0.9), RewardNormalizer(6, 0.9)
-    envs = [2, 5, 2, 0, 5, 3, 0, 2, 3, 0, 3, 5]  # three rounds, as two actors may hand them over
-    batch, expected = np.empty((2, 5, 12), np.float32), np.empty((5, 12), np.float32)
-    scaled = plain(np.concatenate(rewards), np.concatenate(dones))
-    for count, columns in enumerate(np.argsort(envs, kind="stable").reshape(4, 3).T):
-        batch[:, :, columns] = rewards[count], dones[count]
-        expected[:, columns] = scaled[5 * count : 5 * (count + 1)]
-    unrolls = impala.Unroll(*[None] * 3, *map(torch.as_tensor, batch), *[None] * 2)
-    np.testing.assert_allclose(impala.treat_rewards(unrolls, envs, mine), expected, rtol=1e-5)
-    np.testing.assert_allclose(mine.returns[[0, 2, 3, 5]], plain.returns)
-    assert mine.returns[[1, 4]].tolist() == [0, 0]
-    assert mine.var == pytest.approx(plain.var)
 
 
 def short_args(tmp_path, **settings):
@@ -124,9 +89,6 @@ def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkey
         torch.testing.assert_close(dist.log_prob(unroll.actions), unroll.logprobs, rtol=1e-4, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------- whole runs
-
-
 def test_a_slow_learner_fills_the_queue_and_no_more():
     stop, given = threading.Event(), []
 
@@ -160,26 +122,25 @@ def test_an_asynchronous_run_of_two_games(tmp_path):
     assert len(read_scalars(run_dir)["charts/queue_occupancy"]) == 3
 
 
-def test_actors_play_different_levels(tmp_path):
-    levels = []
+def test_environments_of_actors_and_of_neighbouring_seeds_differ(tmp_path):
+    """Gymnasium's own seeds are 1, 2, 3, ... and 2, 3, 4, ..."""
+
+    def open_session(**settings):
+        return Session(short_args(tmp_path, **settings), "impala.py", impala.make_envs)
+
+    levels, firsts = [], []
     for seed in (1, 2, 3):
-        with Session(short_args(tmp_path, env_id="starpilot", seed=seed), "impala.py", impala.make_envs) as session:
+        with open_session(env_id="starpilot", seed=seed) as session:
             for number in range(4):
                 levels += level_seeds(session.make_envs(2, number))
-    assert len(set(levels)) == 24
-    with Session(short_args(tmp_path), "impala.py", impala.make_envs) as session:
-        actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
-    with Session(short_args(tmp_path, num_envs=6), "impala.py", impala.make_envs) as session:
-        np.testing.assert_array_equal(session.make_envs().obs, actors)
-
-
-def test_neighbouring_seeds_share_no_environment(tmp_path):
-    """Gymnasium's own seeds are 1, 2, 3, ... and 2, 3, 4, ..."""
-    firsts = []
-    for seed in (1, 2, 3):
-        with Session(short_args(tmp_path, num_envs=8, seed=seed), "impala.py", impala.make_envs) as session:
+        with open_session(num_envs=8, seed=seed) as session:
             firsts += session.make_envs().obs.tolist()
+    assert len(set(levels)) == 24
     assert len({tuple(first) for first in firsts}) == 24
+    with open_session() as session:
+        actors = np.concatenate([session.make_envs(2, number).obs for number in range(3)])
+    with open_session(num_envs=6) as session:
+        np.testing.assert_array_equal(session.make_envs().obs, actors)
 
 
 def test_every_episode_is_counted_once(tmp_path):
@@ -192,9 +153,6 @@ def test_every_episode_is_counted_once(tmp_path):
     assert {(row["env"], row["episodic_length"]) for row in rows} == {(env, n) for env in "0123" for n in ("1", "20")}
     assert all(float(row["episodic_return"]) == int(row["episodic_length"]) for row in rows)
     assert args.total_timesteps - 4 * 19 <= sum(int(row["episodic_length"]) for row in rows) <= args.total_timesteps
-
-
-# ------------------------------------------------------------------------------------------------------------- failures
 
 
 class HangEnv(CountEnv):
@@ -213,9 +171,9 @@ def run_hanging(words):
 
 
 def test_a_signal_ends_a_run_whose_actor_hangs(tmp_path):
-    words = ["--env-id=TestHang-v0", "--num-envs=2", "--num-steps=4", "--batch-size=2", "--num-minibatches=2"]
-    words += ["--log-interval=1", "--device=cpu", f"--runs-dir={tmp_path / 'runs'}", "--checkpoint-interval=0"]
-    with Fork(tmp_path, run_hanging, words) as process:
+    sizes = {"num_envs": 2, "num_steps": 4, "batch_size": 2, "total_timesteps": 10**6, "log_interval": 1}
+    args = short_args(tmp_path / "runs", env_id="TestHang-v0", checkpoint_interval=0.0, **sizes)
+    with Fork(tmp_path, run_hanging, flags(args)) as process:
         process.wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/*32.pt")))  # after 4 updates of 8 steps
         process.wait_for(lambda: "hangs" in process.output)
         process.send(signal.SIGINT)
@@ -246,14 +204,11 @@ def test_a_model_saved_on_a_signal_is_a_published_one(copies, tmp_path, monkeypa
 
 
 def test_a_crash_shows_its_traceback_and_fails(tmp_path):
-    words = ["--env-id=TestCrash-v0", "--num-envs=2", "--num-actors=2", "--device=cpu", f"--runs-dir={tmp_path}"]
-    process = Fork(tmp_path, run_script, "impala", words)
+    args = short_args(tmp_path, env_id="TestCrash-v0", num_actors=2, total_timesteps=10**6)
+    process = Fork(tmp_path, run_script, "impala", flags(args))
     assert process.wait() == 1
     assert "ZeroDivisionError: the simulator has crashed" in process.errors
     assert "in step\n" in process.errors  # where it happened
-
-
-# ------------------------------------------------------------------------------------------------------------- learning
 
 
 @pytest.mark.parametrize("num_actors", [pytest.param(0, marks=pytest.mark.soak), 2])
@@ -266,14 +221,3 @@ def test_solves_cartpole(num_actors, tmp_path):
         feature_dim=64, anneal_lr=True, total_timesteps=300_000, device="cpu",
     )  # fmt: skip
     assert evaluate(impala.main(args)) >= (400 if num_actors else 475)
-
-
-@pytest.mark.parametrize(("use_lstm", "low", "high"), [(True, 0.95, 1.0), (False, 0.3, 0.7)])
-def test_a_cue_is_remembered_with_an_lstm_alone(use_lstm, low, high, tmp_path):
-    args = impala.Args(
-        runs_dir=str(tmp_path), env_id="TestCue-v0", num_envs=16, num_actors=0, num_steps=10, batch_size=16,
-        num_minibatches=4, gamma=0.9, feature_dim=32, use_lstm=use_lstm, norm_reward="none", learning_rate=3e-3,
-        total_timesteps=60_000, device="cpu",
-    )  # fmt: skip
-    run_dir = impala.main(args)
-    assert low <= evaluate(run_dir, episodes=200) <= high

@@ -115,9 +115,6 @@ def test_precision(monkeypatch, capsys):
         assert resolve_precision("auto", torch.device("cuda")) == expected
 
 
-# --------------------------------------------------------------------------------------------------------- whole runs
-
-
 def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -129,8 +126,6 @@ def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
         torch.set_num_threads(threads)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
-
-# ------------------------------------------------------------------------------------------------------- learning
 
 # What a script's run needs, of the flags that it has, and the least mean return after it
 TASKS = {

@@ -132,10 +132,7 @@ PPG = {
 @pytest.mark.parametrize("settings", PPG.values(), ids=PPG)
 @pytest.mark.parametrize("arch", ["detach", "dual", "shared"])
 def test_ppg(arch, settings, check):
-    """A phase of two iterations, and another of one, which the end of the run cuts short.
-
-    CleanRL's first auxiliary step contains the last gradient of the policy phase.
-    """
+    """A phase of two iterations, and another of one, which the end of the run cuts short."""
     check(ppg, restated.ppg, **{"arch": arch, "n_pi": 2, "e_aux": 2} | settings)
 
 
@@ -149,7 +146,10 @@ IMPALA = {
 }
 APPO = {"default": {}, "other settings": OTHER | {"sample_fraction": 0.6, "num_minibatches": 5, "clip_coef": 0.05}}
 APPO["other settings"] |= {"anneal_lr": True, "micro_batch_size": 6}
+# Batches have two unrolls of some environments, and one of the others.
+APPO["scaled rewards"] = {"norm_reward": "return", "num_envs": 4, "batch_size": 6, "total_timesteps": 180}
 IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}
+IMPALA |= {f"rewards: {name}": SMALL | {"norm_reward": name} for name in ("none", "soft-asymmetric")}
 APPO |= {f"{name}, LSTM": settings | {"use_lstm": True} for name, settings in APPO.items()}
 
 

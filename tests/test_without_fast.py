@@ -36,10 +36,9 @@ def tree(tmp_path_factory) -> Path:
 
 
 RUNS = [
-    "evaluation.py::test_an_evaluated_run_is_the_same_run",
-    "evaluate.py::test_figures_of_a_task_with_known_returns",
+    "tests/test_evaluation.py::test_an_evaluated_run_is_the_same_run",
+    "tests/test_evaluate.py::test_figures_of_a_task_with_known_returns",
 ]
-RUNS = [f"tests/test_{test}" for test in RUNS]
 
 
 @pytest.mark.parametrize("words", [["-m", "quick"], RUNS], ids=["quick", "runs"])
