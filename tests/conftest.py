@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import time
 
 # The tests' networks are too small to share: on a busy machine two threads wait for each other most of the time.
@@ -122,9 +123,10 @@ class CrashEnv(CountEnv):
 
 
 class StuckEnv(CountEnv):
-    """Cannot be closed."""
+    """Cannot be closed, and has a thread that does not end."""
 
     def close(self):
+        threading.Thread(target=time.sleep, args=(600,)).start()
         print("closing", flush=True)
         time.sleep(600)
 

@@ -29,7 +29,10 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
     shutil.rmtree(run_dir / "checkpoints")  # which would tell how many rows there were
     progress, meta, evaluations = (run_dir / name for name in ("progress.csv", "meta.json", "eval.csv"))
     curve, origin = progress.read_text(), meta.read_text()
-    part, killed = curve[: curve.index("16,")], json.dumps(json.loads(origin) | {"finished": None})
+    part, killed = (
+        curve[: curve.index("16,")].replace("\n8,", "\n8,9"),
+        json.dumps(json.loads(origin) | {"finished": None}),
+    )
 
     def collected(name, text=curve, its_origin=origin, **settings):
         """What the origin says after the run has been collected in this state."""
@@ -47,7 +50,7 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
     assert "runs-dir" not in found["command"]
     assert collected("results") == found  # the same run again changes nothing
     assert collected("stopped", part, unfinished=True)["stopped_at"] == 8
-    assert "stopped_at" not in collected("stopped", unfinished=True)  # the run has gone on
+    assert "stopped_at" not in collected("stopped", unfinished=True)  # the run has gone on, and took other seconds
     with pytest.raises(InputError, match="let it end first"):
         collected("results", its_origin=killed)  # in its last evaluation
     with pytest.raises(InputError, match=r"seed3\.csv holds another run"):

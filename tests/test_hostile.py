@@ -75,6 +75,9 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
     torch.save(model, stranger / "model.pt")
     with pytest.raises(InputError, match=r"plays 'CartPole-v1': leave --env-id evil:E-v0 out\.$"):
         load_agent(stranger, env_id="evil:E-v0")  # a flag is not ignored
+    torch.save(model | {"array": np.zeros(1)}, stranger / "model.pt")  # whose pickle calls functions of NumPy's
+    with pytest.raises(InputError, match="is damaged, or not a file of tensors and plain values"):
+        load_agent(stranger)
 
 
 @pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
@@ -96,6 +99,12 @@ def test_a_pipe_is_not_waited_for(name, stranger):
     if name == "model.pt":
         with pytest.raises(InputError, match="is no file"):
             load_agent(stranger)
+
+
+def test_a_name_that_no_file_can_have():
+    for attempt in (load_agent, resume):
+        with pytest.raises(InputError, match=r"cannot be read|no run folder"):
+            attempt("x" * 300)
 
 
 def test_writers_of_one_folder_do_not_meet(tmp_path, monkeypatch):
@@ -196,6 +205,16 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
     assert saved == [64, 64, 128, 128]
     assert "warning: 4 episodes have not ended within 20 steps: left out" in capsys.readouterr().err
     assert {(row["episodes"], row["episodic_return"]) for row in read_csv(path / "eval.csv")} == {("0", "nan")}
+
+
+def test_environments_that_change_or_end_the_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CountEnv, "reward", lambda *_: os.chdir("/") or 1.0)
+    path = ppo.main(make_args("runs", env_id="TestCount-v0"))
+    assert (path.parent.parent, newest(path)["step"]) == (tmp_path, 192)
+    monkeypatch.setattr(CountEnv, "reward", lambda *_: sys.exit(0))
+    with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\): the run stops"):
+        ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
 
 
 def test_a_signal_ends_a_run_whose_environments_cannot_be_closed(tmp_path):

@@ -183,6 +183,7 @@ def test_damaged_files_are_named(tmp_path, made):
         ("args.json", '"seed": 2', '"seed": "../../x"', "has a seed that no script has"),
         ("progress.csv", "\n10240,", "\n40960,", "is no CSV of a learning curve"),
         ("progress.csv", "\n10240,20.5,10,5.0,0", "", "has 15 rows up to step 163,840 where its checkpoint has 16"),
+        ("progress.csv", "163840,327.7,10,5.0,0\n", "163840,327.7,10,5.0", "has 15 rows up to step 163,840 where"),
         ("eval.csv", "64,1,1,stochastic\n", "", "has 0 rows up to step 163,840 where its checkpoint has 1"),
         ("eval.csv", "64,1,", "64,\0,", "is no CSV of evaluations"),
         ("eval.csv", "", "", "pipe is not a regular file"),
