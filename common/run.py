@@ -91,12 +91,12 @@ class Run:
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
-        path = resumed.path if resumed else make_run_dir(self.args)
-        self.path = path = path.absolute()  # environments may change the working directory
+        self.path = path = (resumed.path if resumed else make_run_dir(self.args)).absolute()  # environments may chdir
         self.lock = resumed.lock if resumed else lock_folder(path)
         self.meta = self.make_meta(resumed)
         if resumed:
-            time.sleep(1 - time.time() % 1)  # TensorBoard sorts its files by the second in their names
+            for file in path.glob("events*"):  # TensorBoard sorts them by the time in their names; a clock may go back
+                file.rename(path / file.name.replace("tfevents.", "tfevents.0", 1))
             for file in path.rglob(".tmp-*"):  # of a process that was killed as it wrote
                 file.unlink()
         else:
