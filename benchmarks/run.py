@@ -352,7 +352,7 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
             for job, process, *_ in running:
                 process.wait()
                 look(job, args.runs_dir)
-                job.state = "stopped"
+                job.state, job.note = "stopped", "repeat the command to go on"
             live.update(table(jobs))
 
 
