@@ -106,7 +106,7 @@ def test_requirements_and_versions_agree():
     [
         ("fruitbot-impala", "models/fruitbot-impala"),
         ("starpilot-impala", "long/easy-all/impala-appo/starpilot/seed1"),
-        ("starpilot-ppo", "models/starpilot-ppo"),
+        ("bigfish-ppo", "long/easy-all/ppo/bigfish/seed1"),
     ],
 )
 def test_shipped_agents_play(name, run):
