@@ -706,4 +706,4 @@ def test_memory_stays_flat(script, tmp_path):
     with before_saving(measure):
         script.main(game_args(script, tmp_path, total_timesteps=100 * 8, num_steps=2, feature_dim=256))
     slope, _ = np.polyfit(range(80), megabytes[-80:], 1)
-    assert slope < 0.02  # a checkpoint has .7 MB
+    assert slope < 0.1  # a checkpoint has 0.7 MB; one step of malloc in all may make 0.03
