@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode
 
 import fast
 from common import InputError, procgen_env
@@ -31,9 +32,12 @@ def procgen_envs(env_id, num_envs, seed=0, **settings):
 
 
 class CountedFrames(CountEnv):
-    """RGB frames [5, 4, 3] of which each is another."""
+    """RGB frames [5, 4, 3] of which each is another, in episodes of 2 to 7 steps."""
 
     observation_space = gym.spaces.Box(0, 255, (5, 4, 3), np.uint8)
+
+    def begin(self):
+        self.length = int(self.np_random.integers(2, 8))
 
     def observe(self):
         return self.np_random.integers(0, 256, (5, 4, 3), np.uint8)
@@ -204,44 +208,29 @@ def test_procgens_options_change_what_is_drawn_or_played(option):
         assert not np.array_equal(first, other_first)
 
 
-@pytest.mark.parametrize("env_id", ["bossfight", "TestFrames-v0"])
-def test_frame_stack(env_id, monkeypatch):
-    """Channels hold the newest frames, the oldest first; at the start of an episode all are its first."""
-    spec = EnvSpec("TestFrames-v0", CountedFrames, max_episode_steps=7)
-    monkeypatch.setitem(gym.registry, "TestFrames-v0", spec)
-    envs, plain = (make_envs(env_id, 2, seed=0, frame_stack=size) for size in (3, 1))
-    (height, width, channels), newest = plain.single_observation_space.shape, plain.reset(seed=0)[0]
-    assert envs.single_observation_space.shape == (height, width, 3 * channels)
-    stacked, expected, other = envs.reset(seed=0)[0], np.tile(newest, 3), None
-    for number, action in enumerate(random_actions(150, 2) % 2):
-        np.testing.assert_array_equal(stacked, expected)
-        if number == 60:
-            other = make_envs(env_id, 2, seed=1, frame_stack=3)
-            other.reset(seed=0)
-            other.load_state_dict(envs.state_dict())
-        stacked, _, terminations, truncations, infos = envs.step(action)
-        newest, _, _, _, plain_infos = plain.step(action)
-        shifted = np.concatenate([expected[..., channels:], newest], axis=-1)
-        for env in np.flatnonzero(infos.get("_final_obs", ())):
-            last = np.concatenate([expected[env][..., channels:], plain_infos["final_obs"][env]], axis=-1)
-            np.testing.assert_array_equal(infos["final_obs"][env], last)
-        expected = np.where((terminations | truncations)[:, None, None, None], np.tile(newest, 3), shifted)
-        if other is not None and envs.restorable:
-            np.testing.assert_array_equal(other.step(action)[0], stacked)
-    for each in (envs, plain, other):
-        each.close()
-
-
-def test_stacks_that_a_task_brings_become_channels(monkeypatch):
-    """As Gymnasium's wrapper stacks RGB frames."""
+def test_stacks_of_frames_become_channels(monkeypatch):
+    """The oldest frame first, and otherwise as Gymnasium's wrapper does it. A task may bring that wrapper."""
     wrapped = functools.partial(gym.wrappers.FrameStackObservation, stack_size=3)
-    monkeypatch.setitem(gym.registry, "TestFrames-v0", EnvSpec("TestFrames-v0", CountedFrames, max_episode_steps=7))
-    monkeypatch.setitem(gym.registry, "TestStack-v0", EnvSpec("TestStack-v0", lambda: wrapped(CountedFrames())))
-    own, ours = make_envs("TestStack-v0", 2, seed=0), make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)
-    assert own.single_observation_space == ours.single_observation_space
-    np.testing.assert_array_equal(own.reset(seed=0)[0], ours.reset(seed=0)[0])
-    for _ in range(5):
-        np.testing.assert_array_equal(*[envs.step(np.zeros(2, np.int64))[0] for envs in (own, ours)])
+    for name, make in {"TestFrames-v0": CountedFrames, "TestStack-v0": lambda: wrapped(CountedFrames())}.items():
+        monkeypatch.setitem(gym.registry, name, EnvSpec(name, make, max_episode_steps=5))
+    theirs = gym.make_vec("TestStack-v0", 2, "sync", {"autoreset_mode": AutoresetMode.SAME_STEP})
+    both = make_envs("TestStack-v0", 2, seed=0), make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)
+
+    def channels(stacks):
+        """Stacks [..., 3, 5, 4, 3] as images [..., 5, 4, 9]."""
+        return np.concatenate([stacks[..., frame, :, :, :] for frame in range(3)], axis=-1)
+
+    expected, _ = theirs.reset(seed=0)
+    for envs in both:
+        assert envs.single_observation_space == gym.spaces.Box(0, 255, (5, 4, 9), np.uint8)
+        np.testing.assert_array_equal(envs.reset(seed=0)[0], channels(expected))
+    for actions in np.zeros((50, 2), np.int64):
+        expected, *_, expected_infos = theirs.step(actions)
+        for envs in both:
+            obs, *_, infos = envs.step(actions)
+            np.testing.assert_array_equal(obs, channels(expected))
+            for env in np.flatnonzero(expected_infos.get("_final_obs", ())):
+                np.testing.assert_array_equal(infos["final_obs"][env], channels(expected_infos["final_obs"][env]))
 
 
 def test_environments_that_reset_a_step_later_are_refused():
