@@ -59,25 +59,6 @@ class BitsEnv(CountEnv):
         return float((action == self.bits).mean())
 
 
-class CueEnv(CountEnv):
-    """One of two cues is shown in the first step and asked for in the fourth and last: reward 1 if the action names it.
-
-    The last observation is the same for both, so that a policy without memory earns .5 on average, whatever it is.
-    """
-
-    observation_space, length = Box(0, 1, (3,), np.float32), 4
-
-    def begin(self):
-        self.cue = int(self.np_random.integers(2))
-
-    def observe(self):
-        shown = self.cue if self.count == 0 else None
-        return np.array([shown == 0, shown == 1, self.count == 3], np.float32)
-
-    def reward(self, action):
-        return float(self.count == 3 and action == self.cue)
-
-
 class LuckEnv(CountEnv):
     """Episodes of 1 step or of 20, by chance."""
 
@@ -182,5 +163,5 @@ def small_networks():
 
 
 limits = {CountEnv: 5, StuckEnv: 5, SpoiltEnv: 30, BitsEnv: 10}
-for kind, limit in (dict.fromkeys([LuckEnv, ArmEnv, CueEnv, PushEnv, CrashEnv]) | limits).items():
+for kind, limit in (dict.fromkeys([LuckEnv, ArmEnv, PushEnv, CrashEnv]) | limits).items():
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind, max_episode_steps=limit)
