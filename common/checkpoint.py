@@ -1,6 +1,7 @@
 """Saving, finding, resuming and loading runs. A resumed run equals one that was never interrupted. After an iteration,
 all that the rest of it depends on is copied into memory; files are written now and then, and at the run's end."""
 
+import copy
 import io
 import math
 import os
@@ -19,7 +20,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from common import InputError, TrainingError
 from common.device import World
@@ -60,7 +61,7 @@ def read_archive(path: Path, parts: dict[str, type]) -> dict[str, Any]:
             if archive.testzip() or changed:
                 raise zipfile.BadZipFile
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        content = tree_map(load_numpy, saved, is_leaf=lambda x: isinstance(x, dict) and NPY in x)
+        content = tree_map(load_leaf, saved, is_leaf=lambda x: isinstance(x, dict) and NPY in x)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
@@ -83,23 +84,22 @@ def write_archive(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, buffer.getbuffer())
 
 
-def save_numpy(x: np.ndarray | np.generic) -> Any:
-    """An array or number as the bytes of a .npy file. NumPy's own pickles would let a stranger's file run code."""
-    if x.dtype.hasobject:
-        return x  # `write_archive` refuses it
+def copy_leaf(x: Any) -> Any:
+    """A copy on the CPU. NumPy's arrays and numbers become the bytes of .npy files, as their pickles can run code."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to("cpu", copy=True)
+    if not (isinstance(x, np.generic) or type(x) is np.ndarray) or x.dtype.hasobject:
+        return copy.copy(x)
     file = io.BytesIO()
     np.save(file, x, allow_pickle=False)
-    return {NPY: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+    return {NPY: torch.frombuffer(file.getbuffer(), dtype=torch.uint8), "number": isinstance(x, np.generic)}
 
 
-def load_numpy(x: Any) -> Any:
-    return np.load(io.BytesIO(x[NPY].numpy().tobytes()), allow_pickle=False)[()] if isinstance(x, dict) else x
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples that shares no tensor or array with `value`."""
-    arrays = tree_map_only((np.ndarray, np.generic), save_numpy, value)
-    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), arrays)
+def load_leaf(x: Any) -> Any:
+    if not isinstance(x, dict) or NPY not in x:
+        return x
+    array = np.load(io.BytesIO(x[NPY].numpy().tobytes()), allow_pickle=False)
+    return array[()] if x["number"] else array
 
 
 class Kept(SimpleNamespace):
@@ -190,7 +190,7 @@ class Checkpoints:
         self.last_copy = now
         own = {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, SHARED)}
         shared = {name: part.state_dict() for name, part in self.parts.items() if isinstance(part, SHARED)}
-        ranks = self.world.all_gather((copy_to_cpu(own), sums))
+        ranks = self.world.all_gather((tree_map(copy_leaf, own), sums))
         for name, value in sums.items():
             if any(not math.isclose(value, other[name], rel_tol=1e-3, abs_tol=1e-3) for _, other in ranks):
                 raise TrainingError(f"{name} differs between the ranks at step {step:,}: they must learn alike")
@@ -198,7 +198,7 @@ class Checkpoints:
         if self.world.rank > 0:
             return
         snapshot = self.head | {"step": step, "run": statistics, "ranks": [state for state, _ in ranks]}
-        self.snapshot = snapshot | {"parts": copy_to_cpu(shared)}  # a signal may come before or after, not in between
+        self.snapshot = snapshot | {"parts": tree_map(copy_leaf, shared)}  # whole at once, as a signal may come
         run.step = step
         if now - self.last_write >= 60 * run.args.checkpoint_interval:
             self.last_write = now
@@ -222,7 +222,7 @@ class Checkpoints:
 
     def write_model(self, name: str, step: int, weights: dict[str, torch.Tensor]) -> None:
         """Write the agent after `step` steps, for `load_agent` or `torch.load(..., weights_only=True)`."""
-        write_archive(self.run.path / name, self.head | {"agent": copy_to_cpu(weights), "step": step})
+        write_archive(self.run.path / name, self.head | {"agent": tree_map(copy_leaf, weights), "step": step})
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy and close the folder. Raises TrainingError if that fails, or `error` with advice."""
@@ -271,7 +271,7 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
     """Find, lock and read the run that `--resume` asks for; None for a new run. Raises InputError if there is no such
     run, it cannot be read or is in use, or a setting must not be changed."""
     if args.resume not in (None, "auto"):
-        return read_run(Path(args.resume), args, script, world)
+        return read_run(Path(args.resume).absolute(), args, script, world)  # environments may chdir
     found = runs_of(args, script, world.world_size) if args.resume == "auto" else []
     for path in [path for path, finished in found if not finished]:
         try:
@@ -288,7 +288,7 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
     if args.eval_interval:
         may_differ -= {name for name in vars(args) if name.startswith("eval_")}
     found = []
-    for path in Path(args.runs_dir).glob("*/"):
+    for path in Path(args.runs_dir).absolute().glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
         same = meta.get("script") == script and meta.get("ranks", 1) == ranks
         if same and not differences(args, settings, may_differ):

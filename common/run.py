@@ -95,8 +95,8 @@ class Run:
         self.lock = resumed.lock if resumed else lock_folder(path)
         self.meta = self.make_meta(resumed)
         if resumed:
-            for file in path.glob("events*"):  # TensorBoard sorts them by the time in their names; a clock may go back
-                file.rename(path / file.name.replace("tfevents.", "tfevents.0", 1))
+            for number, file in enumerate(sorted(path.glob("events*"))):  # TensorBoard sorts by the time in names
+                file.rename(path / re.sub(r"tfevents\.\d+", f"tfevents.{number:010}", file.name))
             for file in path.rglob(".tmp-*"):  # of a process that was killed as it wrote
                 file.unlink()
         else:

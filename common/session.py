@@ -196,7 +196,7 @@ def one_line_errors() -> Iterator[None]:
     INTERRUPT.held = True
     for number in SIGNALS:  # the interpreter's end takes Python's handlers away
         signal.signal(number, signal.SIG_IGN)
-    if threading.active_count() > 1:  # actors, W&B's, or an environment's
+    if any(not each.daemon or each.name.startswith(("actor", "wandb")) for each in threading.enumerate()[1:]):
         sys.stdout.flush()
         os._exit(code)  # the interpreter's own way out would wait for what may hang, and abort beside an actor
     sys.exit(code)

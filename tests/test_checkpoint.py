@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 import fast
 import helpers
@@ -29,7 +30,15 @@ import impala
 import ppg
 import ppo
 from common import InputError, TrainingError
-from common.checkpoint import load_agent, load_script, newest_checkpoint, runs_of
+from common.checkpoint import (
+    copy_leaf,
+    load_agent,
+    load_script,
+    newest_checkpoint,
+    read_archive,
+    runs_of,
+    write_archive,
+)
 from common.device import resolve_precision
 from common.learning import RewardNormalizer
 from common.run import ROOT, Run, command
@@ -457,6 +466,12 @@ def test_numpy_in_the_state_of_a_part_comes_back(undisturbed, tmp_path, monkeypa
     assert [type(state[name]) for name in ("returns", "var")] == [np.ndarray, np.float64]
     resume(ppo, path)
     check_same_run(path, undisturbed(ppo))
+    kept = {"array": np.zeros(()), "number": np.float32(0.1), "set": {1}, "counter": Counter("a"), "none": None}
+    write_archive(path / "some.pt", {"format": 3, "copy": tree_map(copy_leaf, kept)})
+    found = read_archive(path / "some.pt", {})["copy"]
+    assert [*map(type, found.values())] == [*map(type, kept.values())]
+    assert found == kept
+    assert tree_map(copy_leaf, kept)["set"] is not kept["set"]
     monkeypatch.setattr(RewardNormalizer, "state_dict", lambda part: {"folder": path})
     with pytest.raises(InputError, match="a checkpoint cannot hold pathlib"):
         ppo.main(make_args(ppo, tmp_path / "refused"))
