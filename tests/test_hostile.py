@@ -159,7 +159,7 @@ def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
     assert read_json(ppo.main(make_args(tmp_path / "runs", track=True)) / "meta.json")["finished"]
     assert "warning: Weights & Biases has not got all of the run: ZeroDivisionError" in capsys.readouterr().err
     gone.finish = answered.wait
-    monkeypatch.setattr(ppo, "update", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=KeyboardInterrupt))
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ppo.main(make_args(tmp_path / "runs", track=True))

@@ -125,7 +125,7 @@ def test_a_broken_promise_is_found(promise, tmp_path, capsys):
 def test_the_exit_code_tells_of_a_broken_promise(tmp_path):
     with fast.Fork(tmp_path, ideas.run, [check_copy.__file__, str(tmp_path / "nothing.py")]) as fork:
         assert fork.wait() == 1
-        assert fork.output.startswith("FAILED  trained: [Errno 2] No such file")
+        assert "\nFAILED  trained: [Errno 2] No such file" in fork.output
 
 
 def test_a_gru_learns_from_the_policy_that_has_acted(tmp_path):

@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import re
-import signal
 import time
 from typing import Literal, get_origin, get_type_hints
 
@@ -82,7 +81,11 @@ def test_another_projects_name_of_a_flag():
 
 
 def test_dropped_steps_do_not_slow_a_stopped_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ppo, "update", lambda *args: [time.sleep(1), signal.raise_signal(signal.SIGINT)])
+    def wait_in_vain(*args):
+        time.sleep(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo, "update", wait_in_vain)
     with pytest.raises(KeyboardInterrupt):
         ppo.main(make_args(ppo, tmp_path))
     assert "stopped: 0 steps in 0:00:00 (0 steps/s), 0 episodes" in capsys.readouterr().out
