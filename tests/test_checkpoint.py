@@ -725,4 +725,4 @@ def test_memory_stays_flat(script, tmp_path):
         assert process.wait() == 0, process.errors
     megabytes = [float(line[3:]) for line in process.output.splitlines() if line.startswith("MB ")]
     slope, _ = np.polyfit(range(80), megabytes[-80:], 1)
-    assert slope < 0.1  # a checkpoint has 0.7 MB; one step of malloc in all may make 0.03
+    assert slope < 0.02  # a checkpoint has 0.7 MB
