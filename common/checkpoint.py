@@ -66,8 +66,7 @@ def read_archive(path: Path, parts: dict[str, type]) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read ({error.strerror}).") from error
     except Exception as error:  # whatever foreign bytes drive the two modules to
         raise InputError(f"{path} is damaged, or not a file of tensors and plain values.") from error
-    content = content if isinstance(content, dict) else {}
-    whole = all(isinstance(content.get(name), kind) for name, kind in parts.items())
+    whole = isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in parts.items())
     if not whole or str(content.get("format")) != str(FORMAT):
         raise InputError(f"{path} is no model or checkpoint of this version.")
     return content
@@ -113,11 +112,10 @@ class Kept(SimpleNamespace):
 
 
 class RandomStates:
-    """The state of every generator that `setup_device` seeds, in plain values and tensors."""
+    """The state of every generator that `setup_device` seeds."""
 
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()
-        states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+        states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             states["cuda"] = torch.cuda.get_rng_state()
         return states

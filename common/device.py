@@ -46,7 +46,8 @@ def resolve_device(device: str) -> torch.device:
 def resolve_precision(precision: str, device: torch.device) -> str:
     """Turn the `--precision` flag into "fp32" or "bf16". `auto` is bf16 where the device computes in it natively: on
     CPUs with AVX-512 BF16 or AMX (others emulate it, slower than float32) and on GPUs from Ampere on."""
-    native = cpu_has("avx512_bf16") or cpu_has("amx_bf16")
+    cpu = torch.cpu.get_capabilities()
+    native = cpu.get("avx512_bf16") or cpu.get("amx_bf16")  # other architectures have no such keys
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     if precision == "auto":
@@ -54,11 +55,6 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if precision == "bf16" and not native:
         print(f"note: PyTorch finds no bf16 instructions on {device}: fp32 may be many times faster", file=sys.stderr)
     return precision
-
-
-def cpu_has(instructions: str) -> bool:
-    """Whether this processor has `instructions`, by PyTorch's name for them."""
-    return bool(torch.cpu.get_capabilities().get(instructions))
 
 
 def setup_device(device: torch.device, seed: int, torch_deterministic: bool = True) -> None:

@@ -147,7 +147,10 @@ class Envs(RecordEpisodeStatistics):
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
-        obs, rewards, terminations, truncations, infos = super().step(actions)
+        try:
+            obs, rewards, terminations, truncations, infos = super().step(actions)
+        except SystemExit as error:  # the exit code would be the environment's
+            raise TrainingError(f"an environment ends the process ({error!r})") from error
         check_finite("an observation", obs)
         check_finite("a reward", rewards)
         for env in np.flatnonzero(infos.get("_final_obs", ())):
@@ -155,6 +158,10 @@ class Envs(RecordEpisodeStatistics):
             check_finite("a last observation", infos["final_obs"][env])
         self.obs = self.merge(obs)
         return self.obs, rewards, terminations, truncations, infos
+
+    def close(self, **kwargs: Any) -> None:
+        with suppress(SystemExit):  # the process ends in its own way
+            super().close(**kwargs)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each environment: of its layers and, if it can be put back, its observation and statistics."""
@@ -198,7 +205,7 @@ def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv
         if capture_video:  # a package for drawing that is not there shows in the first frame only
             envs.render()
         return envs
-    except Exception as error:  # of any kind, by the task's own code
+    except (Exception, SystemExit) as error:  # of any kind, by the task's own code
         if isinstance(error, gym.error.UnregisteredEnv) or "Malformed" in str(error):
             raise unknown_env(env_id) from None
         reason = f"{type(error).__name__}: {error}"

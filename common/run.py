@@ -70,9 +70,9 @@ class Run:
     """One run's folder (README.md lists what it holds) and progress, by rank zero. `script` is its path from the root.
     Raises OSError if the folder cannot be written, InputError if Weights & Biases refuses."""
 
-    def __init__(self, args: Any, script: str, device: torch.device, total_steps: int, world: Any, resumed: Any):
+    def __init__(self, args: Any, script: str, runs_dir: Path, total_steps: int, world: Any, resumed: Any):
         self.args = dataclasses.replace(args, resume=None)  # a request to a process, no property of the run
-        self.script, self.device, self.total_steps, self.world = script, device, total_steps, world
+        self.script, self.runs_dir, self.total_steps, self.world = script, runs_dir, total_steps, world
         self.games = args.env_id.split(",")  # environment i plays games[i % len(games)]
         self.step, state = (resumed.checkpoint["step"], resumed.checkpoint["run"]) if resumed else (0, {})
         self.waiting = []  # episodes of this rank that are not written yet
@@ -91,7 +91,7 @@ class Run:
 
     def open(self, resumed: Any) -> Path:
         """Make or reopen the folder with its logs; return its path."""
-        self.path = path = (resumed.path if resumed else make_run_dir(self.args)).absolute()  # environments may chdir
+        self.path = path = resumed.path if resumed else make_run_dir(self.args, self.runs_dir)
         self.lock = resumed.lock if resumed else lock_folder(path)
         self.meta = self.make_meta(resumed)
         if resumed:
@@ -115,7 +115,7 @@ class Run:
 
     def make_meta(self, resumed: Any) -> dict[str, Any]:
         """What `meta.json` says of the run's start, and of each process that has resumed it."""
-        here = provenance(command(self.args, self.script, self.world.launcher), self.script, self.device)
+        here = provenance(command(self.args, self.script, self.world.launcher), self.script, self.world.device)
         first = read_json(self.path / "meta.json")
         if resumed and not isinstance(first.get("resumed"), list):
             print(f"warning: {self.path / 'meta.json'} is damaged and starts anew", file=sys.stderr)
@@ -234,7 +234,7 @@ class Run:
             return
         args, mode = self.args, f" ({self.args.distribution_mode})" if self.games[0] in PROCGEN_GAMES else ""
         line = f"{args.exp_name} on {args.env_id}{mode}, seed {args.seed}, {self.total_steps:,} steps"
-        line += f" | {self.device}, {args.precision} | {num_parameters:,} parameters"
+        line += f" | {self.world.device}, {args.precision} | {num_parameters:,} parameters"
         line += f" | {self.world.world_size} ranks" if self.world.world_size > 1 else ""
         line += f" | {self.path}" + (f" | resumed at step {self.step:,}" if self.step else "")
         print(line, flush=True)
@@ -358,12 +358,12 @@ def git(*words: str) -> str | None:
         return None
 
 
-def make_run_dir(args: Any) -> Path:
+def make_run_dir(args: Any, runs_dir: Path) -> Path:
     """Make the folder of a run that starts now: <runs_dir>/<env>__<exp_name>__<seed>__<seconds since 1970>."""
     title = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(",", "+")
-    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+    runs_dir.mkdir(parents=True, exist_ok=True)
     for seconds in itertools.count(int(time.time())):  # the next one, if another run has begun in this second
-        path = Path(args.runs_dir, f"{title}__{seconds}")
+        path = Path(runs_dir, f"{title}__{seconds}")
         with suppress(FileExistsError):
             path.mkdir()
             return path

@@ -46,6 +46,7 @@ class Session:
         self.world = world = World(self.device)
         self.args = args = world.share_settings(args)
         self.script = os.path.relpath(script, ROOT)
+        self.runs_dir = Path(args.runs_dir).absolute()  # an environment may chdir as it is made
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         setup_device(self.device, self.seed, args.torch_deterministic)
@@ -95,7 +96,7 @@ class Session:
             load_weights(agent, args.init_from, args.init_heads)
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
-            self.run = run = Run(args, self.script, self.device, self.total_steps, world, resumed)
+            self.run = run = Run(args, self.script, self.runs_dir, self.total_steps, world, resumed)
             self.checkpoints = Checkpoints(run, parts | {"random": RandomStates()})
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
@@ -133,8 +134,6 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
-            if isinstance(error, SystemExit):
-                error = (TrainingError if opened else InputError)(f"an environment ends the process ({error!r})")
             said = re.search("allocate memory|size calculation", str(error))  # PyTorch's has no type on a CPU
             if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)

@@ -209,7 +209,8 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
 
 def test_environments_that_change_or_end_the_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(CountEnv, "reward", lambda *_: os.chdir("/") or 1.0)
+    monkeypatch.setattr(CountEnv, "begin", lambda _: os.chdir("/"))  # when it is made, too
+    monkeypatch.setattr(CountEnv, "close", lambda _: sys.exit(0))
     path = ppo.main(make_args("runs", env_id="TestCount-v0"))
     assert (path.parent.parent, newest(path)["step"]) == (tmp_path, 192)
     monkeypatch.setattr(CountEnv, "reward", lambda *_: sys.exit(0))

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common.device import cpu_has
 from common.fast import kernels
 from common.fast.kernels import MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
@@ -34,10 +33,10 @@ def processor(request, monkeypatch):
         assert not Path("/usr/bin/c++").exists(), "the kernels would be untested"
         pytest.skip("no C++ compiler here")
     if request.param == "8 lanes":
-        if not cpu_has("avx512_f"):
+        if not torch.cpu.get_capabilities().get("avx512_f"):
             pytest.skip("vectors have 8 lanes here anyway")
         monkeypatch.setattr(kernels, "build", with_8_lanes)
-    monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions == "avx2")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     torch.set_default_dtype(torch.float64)
     yield
@@ -210,7 +209,7 @@ def test_which_convolutions_have_kernels(channels, height, width, expected, monk
     (conv,) = layers(*channels)
 
     def found(*features: str) -> set[torch.dtype]:
-        monkeypatch.setattr(kernels, "cpu_has", lambda instructions: instructions in features)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(features, True))
         dtypes = set()
         for x in (frames(dtype, 2, channels[0], height, width) for dtype in (torch.float32, torch.bfloat16)):
             with autocast(x):

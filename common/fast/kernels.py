@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.device import cpu_has
-
 # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
 OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
 
@@ -150,7 +148,8 @@ def convolves(x: Tensor, weight: Tensor) -> bool:
         return len(weight) in (16, 32) and (x.shape[1] in (16, 32) or (x.shape[1] <= 3 and not x.requires_grad))
     known = {*weight.shape[:2]} <= {16, 32} and x.shape[2] % 4 == x.shape[3] % 4 == 0
     # Where Winograd's convolution has been measured to be faster than PyTorch's: benchmarks/NOTES.md has the table
-    return known and cpu_has("avx2") and not (x.dtype == torch.bfloat16 and cpu_has("amx_bf16"))
+    cpu = torch.cpu.get_capabilities()
+    return known and bool(cpu.get("avx2")) and not (x.dtype == torch.bfloat16 and cpu.get("amx_bf16"))
 
 
 def conv_max_pool(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
