@@ -92,8 +92,7 @@ def files_of(path):
 def same(a, b):
     """Whether two nested values are equal."""
     (mine, structure), (theirs, other) = tree_flatten(a), tree_flatten(b)
-    equal = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(mine, theirs, strict=False)]
-    return structure == other and all(equal)
+    return structure == other and all(np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
 def what_a_run_leaves(path):
@@ -574,7 +573,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
     """A flipped bit may pass where it has no meaning, as between the records of the archive."""
     path = run_copy(ppo)
     newest_file, older = checkpoints(path)
-    data, good, rng, skipped = newest_file.read_bytes(), newest(path), random.Random(0), 0
+    data, good, rng, skipped = newest_file.read_bytes(), newest_checkpoint(path), random.Random(0), 0
     places = [rng.randrange(i * len(data) // 50, (i + 1) * len(data) // 50) for i in range(50)]
     cases = [data[:place] for place in places]
     places.append(data.rindex(b"PK\1\2") + 38)  # a folder, to PyTorch an empty tensor
