@@ -77,7 +77,7 @@ class Args:
     per_level: Path | None = None
     """write a row for each level that was played to this CSV, which must be new"""
     greedy: bool = False
-    """take the likeliest action instead of drawing one"""
+    """take the most likely action instead of drawing one"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     seed: Seed = 1
@@ -117,7 +117,7 @@ def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
 
 
 class RandomPolicy(nn.Module):
-    """Draws each action at random. `HeldOut.play` takes it as the likeliest one."""
+    """Draws each action at random. `HeldOut.play` takes it as the most likely one."""
 
     def __init__(self, actions: gym.Space, seed: int):
         super().__init__()

@@ -134,7 +134,7 @@ class Evaluator:
         best = metrics["eval/episodic_return"] > run.best_return
         run.best_return = max(run.best_return, float(metrics["eval/episodic_return"]))
         run.write(step, metrics, {"eval.csv": [(*row, int(best)) for row in rows]})
-        run.note(f"evaluation at step {step:,}: {shown[0]} (likeliest actions: {shown[1]}); training: {run.summary()}")
+        run.note(f"evaluation at step {step:,}: {shown[0]} (greedy: {shown[1]}); training: {run.summary()}")
         return best
 
 

@@ -247,8 +247,8 @@ class Run:
         self.last_shown = now
         fields = [f"{self.now_at:,}/{self.total_steps:,}", self.summary(), phase]
         if self.speed:
-            hours, minutes = divmod(round(max(0, self.total_steps - self.now_at) / self.speed / 60), 60)
-            fields[2:2] = [f"{self.speed:.0f} steps/s", f"ETA {hours}:{minutes:02} h"]
+            left = timedelta(seconds=round(max(0, self.total_steps - self.now_at) / self.speed))
+            fields[2:2] = [f"{self.speed:.0f} steps/s", f"ETA {left}"]
         if terminal:
             while len(fields) > 2 and len("  ".join(fields)) >= shutil.get_terminal_size().columns:
                 del fields[-2]  # the phase is the last to go

@@ -226,7 +226,7 @@ def test_normalized_returns():
 
 
 def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
-    returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of likeliest actions, in turn
+    returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of greedy actions, in turn
     monkeypatch.setattr(HeldOut, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
     settings = {"num_steps": 8, "total_timesteps": 3 * 32, "eval_interval": 32, "checkpoint_interval": 0.0}
     run_dir = ppo.main(small_args(ppo, tmp_path, {}, **settings | {"keep_checkpoints": 9}))

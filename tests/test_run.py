@@ -229,8 +229,8 @@ def test_an_agent_that_cannot_be_loaded(finished, tmp_path):
 def test_runs_of_the_same_second_get_their_own_folders(tmp_path, monkeypatch):
     """Also where the environment's id has separators."""
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    args = ppo.Args(env_id="coinrun,ALE/Pong-v5", runs_dir=str(tmp_path / "a/b"))
-    names = [run.make_run_dir(args).name for _ in range(3)]
+    args = ppo.Args(env_id="coinrun,ALE/Pong-v5")
+    names = [run.make_run_dir(args, tmp_path / "a/b").name for _ in range(3)]
     assert names == [f"coinrun+ALE-Pong-v5__ppo__1__{10**9 + n}" for n in range(3)]
 
 
@@ -242,7 +242,7 @@ def test_plain_progress_lines(finished):
     assert header.endswith(str(finished.path))
     said = r"return [\d.]+|no episode logged"
     doing = r"  (?:collecting|learning.*|auxiliary phase.*|waiting for actors, \d+/\d+ unrolls)"
-    pattern = rf"([\d,]+)/1,024  (?:{said})(?:  \d+ steps/s  ETA 0:\d\d h)?(?:{doing})?"
+    pattern = rf"([\d,]+)/1,024  (?:{said})(?:  \d+ steps/s  ETA 0:\d\d:\d\d)?(?:{doing})?"
     shown = [int(re.fullmatch(pattern, line)[1].replace(",", "")) for line in lines]
     assert shown == sorted(shown)
     assert shown[-1] == 1024
