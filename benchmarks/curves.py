@@ -44,8 +44,12 @@ def read_text(path: Path) -> str:
 
 
 def read(path: Path, text: str = "") -> Curve:
-    """Read a curve, or the `text` of its file. Raises InputError as `read_columns`."""
-    return Curve(*read_columns(path, text, "a learning curve", ["seconds", "episodes", "episodic_return"]))
+    """Read a curve, or the `text` of its file. Raises InputError as `read_columns`, or for a return of NaN."""
+    curve = Curve(*read_columns(path, text, "a learning curve", ["seconds", "episodes", "episodic_return"]))
+    for step, _, number, value in zip(*curve, strict=True):
+        if not 0 <= number < math.inf or (number > 0 and not math.isfinite(value)):
+            raise InputError(f"{path} has {number:g} episodes of return {value} at step {step:,}")
+    return curve
 
 
 def read_evaluations(path: Path, text: str = "") -> list[list[float]]:

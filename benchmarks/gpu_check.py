@@ -67,7 +67,8 @@ def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lamb
     end = time.monotonic() + seconds
     with log.open("a") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        process = subprocess.Popen(command, cwd=ROOT, process_group=0, **streams)
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}  # where common/ is
+        process = subprocess.Popen(command, cwd=ROOT, env=env, process_group=0, **streams)
         try:
             while process.poll() is None and time.monotonic() < end and not kill_when():
                 time.sleep(0.005)

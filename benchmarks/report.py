@@ -18,13 +18,15 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
-import figures
 import readme
 import throughput
 from collect import RESULTS, collect, folder_name, read_run, same_settings
@@ -32,6 +34,10 @@ from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
 from common.session import one_line_errors
 from common.settings import NotNegative, check_limits, read_json
+
+matplotlib.use("Agg")  # draws without a screen
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+plt.rcParams |= {"figure.constrained_layout.use": True, "pdf.fonttype": 42}  # fonts that journals accept
 
 MARKS = {f"{million:g}M": round(1e6 * million) for million in (0.5, 1, 2, 5, 10, 25, 50, 100, 200)}
 # The published curves that each protocol's runs are held against, and those of single algorithms.
@@ -376,7 +382,7 @@ def commands(protocol: Protocol) -> list[str]:
     return [readme.one_line(line) for line in lines]
 
 
-def draw(axis: figures.plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
+def draw(axis: plt.Axes, x: np.ndarray, runs: np.ndarray, **style) -> None:
     """The mean of runs [N, points], shaded from their minimum to their maximum; NaN where a run has no point."""
     runs = np.ma.masked_invalid(runs)
     axis.plot(x, runs.mean(axis=0), **style)
@@ -388,7 +394,7 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
     """Return against steps, with one window a game. Held-out levels are dashed, published ones grey or dotted."""
     columns = math.ceil(math.sqrt(len(protocol.games)))
     rows = math.ceil(len(protocol.games) / columns)
-    figure, axes = figures.plt.subplots(rows, columns, squeeze=False)
+    figure, axes = plt.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(protocol.games) :]:
         axis.set_axis_off()
     for axis, game in zip(axes.flat, protocol.games, strict=False):
@@ -425,7 +431,21 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
     beside = max(1, 70 // (max(map(len, legend)) + 4))
     figure.legend(legend.values(), legend.keys(), ncols=beside, handlelength=1.2, loc="outside upper center")
     figure.set_size_inches(6.6, rows * (1.2 + 1.6 / columns) + 0.25 * math.ceil(len(legend) / beside) + 0.5)
-    figures.save(figure, *paths)
+    save(figure, *paths)
+
+
+def save(figure: plt.Figure, *paths: Path) -> None:
+    """As PNG or PDF, at most twice as wide as high, with text of 6 points where it is printed 3.3 inches wide."""
+    width, height = figure.get_size_inches()
+    figure.set_figheight(max(height, width / 2))
+    for axes in figure.axes:
+        axes.tick_params(labelsize=6 * width / 3.3)
+    for text in figure.findobj(Text):
+        text.set_fontsize(6 * width / 3.3)
+    for path in paths:
+        metadata = {"Software": None} if path.suffix == ".png" else None  # a PNG has the same bytes each time
+        figure.savefig(path, dpi=200, metadata=metadata)
+    plt.close(figure)
 
 
 def report(protocol: Protocol, baseline: str = "") -> str:
@@ -464,6 +484,8 @@ def main(args: Args) -> None:
     if args == Args():
         make_documents()
         return
+    if args.out.exists() and not args.out.is_dir():
+        raise InputError(f"--out {args.out} is no folder: choose another.")
     with TemporaryDirectory() as folder:
         left_out = gather(args.run_dirs, Path(folder))
         protocols = read_protocols(Path(folder) if args.run_dirs else args.results)

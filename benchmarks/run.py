@@ -310,12 +310,13 @@ def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
 
 
 def end(job: Job, code: int, args: Args, log: Path) -> None:
-    """Note how a run ended: what has failed waits for another attempt, but for bad input (code 2)."""
-    job.state, job.note = "done", ""
-    if code:
+    """Look whether a process has ended its run. If not, this waits for another attempt, but for bad input (code 2)."""
+    job.state, job.note = "waiting", ""
+    look(job, args.runs_dir)
+    if job.state == "waiting":
         job.state = "waiting" if job.attempts < args.attempts and code != 2 else "failed"
         lines = log.read_text(errors="replace").splitlines()
-        job.note = f"exit code {code}: {lines[-1] if lines else 'no output'} ({log})"
+        job.note = f"not finished, exit code {code}: {lines[-1] if lines else 'no output'} ({log})"
 
 
 def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
@@ -329,7 +330,6 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                     job, process, device, file = each
                     free.append(device)
                     file.close()
-                    look(job, args.runs_dir)  # a short run's folder may be new since the last time
                     end(job, process.returncode, args, job.file(logs, ".log"))
                 for job in jobs:
                     if job.state == "waiting" and free:

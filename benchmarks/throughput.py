@@ -245,8 +245,7 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
 
 def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Call `function(job)` in a fresh process, so that allocator settings, patches and peak memory are its own."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, job).result()
 
 
@@ -306,8 +305,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def main(args: Args) -> None:
     check_limits(args)
-    # A GPU that is named need not be here.
-    on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"
+    on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"  # which need not be here
     path = args.out / ("gpu.csv" if on_gpu else "cpu.csv")
     if not args.from_csv:
         device = resolve_device(args.device)
@@ -316,10 +314,10 @@ def main(args: Args) -> None:
         write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/throughput.py", device))
         with path.open("w", newline="") as file:
             run_all(args, file)
-    if not path.exists():
-        raise InputError(f"there is no {path}: leave --from-csv out to measure first.")
-    rows = list(csv.DictReader(path.read_text().splitlines()))
     meta = read_json(path.with_suffix(".meta.json"))
+    if not path.exists() or not meta:
+        raise InputError(f"there is no {path} with its .meta.json: leave --from-csv out to measure first.")
+    rows = list(csv.DictReader(path.read_text().splitlines()))
     origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)

@@ -238,6 +238,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     last, no_limit = args.start_level + args.num_levels, args.start_level and not args.num_levels
     black = args.use_generated_assets and args.use_backgrounds
     for wrong, message in [
+        (len({*games}) < len(games), f"--env-id {args.env_id} names a game twice: leave one out."),
         (num_envs % len(games), f"--num-envs {num_envs} cannot be shared by games: use a multiple of {len(games)}."),
         (lacking, f"{lacking} has no {args.distribution_mode} mode: {mode} works with {', '.join(known)}."),
         (fixed and len(games) > 1, f"{mode} plays a single game: choose one of {', '.join(games)}."),

@@ -115,7 +115,6 @@ class Evaluator:
             print("note: evaluations are on levels that the agent trains on: these are not held out", file=sys.stderr)
         num_envs, self.quota = share_episodes(args.eval_episodes, args.num_envs, self.games)
         self.held_out = HeldOut(Envs(make_envs(held_out, num_envs, seed)), seed, device)
-        self.close = self.held_out.envs.close
 
     def __call__(self, step: int, run: Run) -> bool:
         """Tell `run` how the agent plays. Return whether it is the best so far, by the return of sampled actions."""

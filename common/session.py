@@ -89,7 +89,7 @@ class Session:
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device, self.make_vector_env)
-            self.exits.callback(self.evaluator.close)
+            self.exits.callback(self.evaluator.held_out.envs.close)
         if resumed:
             load_parts(parts, resumed, world.rank)
         elif args.init_from:

@@ -59,6 +59,7 @@ def check_rejected(script, tmp_path, settings, *words):
          ["--distribution-mode exploration", "leave --num-levels and --start-level out"]),
         (SCRIPTS, {"env_id": "coinrun,maze", "distribution_mode": "exploration"}, ["single game", "coinrun, maze"]),
         (SCRIPTS, {"env_id": "coinrun,maze,heist"}, ["--num-envs 4", "multiple of 3"]),
+        (SCRIPTS, {"env_id": "maze,maze"}, ["--env-id maze,maze names a game twice"]),
         (SCRIPTS, {"env_id": "coinrun", "num_threads": -1}, ["--num-threads -1"]),
         (SCRIPTS, {"env_id": "coinrun", "start_level": 5}, ["--start-level", "set --num-levels"]),
         (SCRIPTS, {"num_levels": 5, "center_agent": False}, ["out for CartPole-v1 (--num-levels, --center-agent)"]),

@@ -158,7 +158,7 @@ def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, 
     """Each a first level and a number; 0 is all there are."""
     settings = dict(zip(("start_level", "num_levels"), training, strict=True))
     settings |= dict(zip(("eval_start_level", "eval_num_levels"), chosen, strict=True))
-    evaluator_of(eval_episodes=1, **settings).close()
+    evaluator_of(eval_episodes=1, **settings).held_out.envs.close()
     assert ("these are not held out" in capsys.readouterr().err) == told
 
 

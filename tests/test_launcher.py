@@ -243,12 +243,15 @@ def test_a_killed_launcher_leaves_no_run_and_no_lock(tmp_path):
     ("code", "attempts", "spoil"), [(1, 3, Path.mkdir), (2, 1, os.mkfifo), (-9, 3, lambda log: log.symlink_to("other"))]
 )
 def test_failures(code, attempts, spoil, tmp_path, monkeypatch):
-    """Of four runs, the second always fails: on bad input (code 2) only once. The last one's log is no plain file."""
+    """Of four runs, the second always fails: on bad input (code 2) only once. The third makes no run, without an error.
+    The last one's log is no plain file."""
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
 
     def start(job, device, args, file):
         job.state, job.attempts = "running", job.attempts + 1
         file.write("first line\nlast line\n")
+        if job.settings.seed == 1:
+            ppo.main(replace(job.settings, runs_dir=args.runs_dir, device=device))
         return SimpleNamespace(poll=lambda: 0, returncode=code if job.settings.seed == 2 else 0)
 
     monkeypatch.setattr(launcher, "start", start)
@@ -257,9 +260,10 @@ def test_failures(code, attempts, spoil, tmp_path, monkeypatch):
     log.parent.mkdir()
     spoil(log)
     jobs = launcher.main(args)
-    assert states(jobs) == [("done", 1), ("failed", attempts), ("done", 1), ("failed", 0)]
+    assert states(jobs) == [("done", 1), ("failed", attempts), ("failed", 3), ("failed", 0)]
     assert jobs[3].note.startswith(f"{log} cannot be opened (")
-    assert f"exit code {code}: last line" in jobs[1].note
+    for job, status in zip(jobs[1:3], (code, 0), strict=True):
+        assert job.note.startswith(f"not finished, exit code {status}: last line (")
 
 
 def test_the_table(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 from scipy import stats
+from torch.utils.tensorboard import SummaryWriter
 
 import collect
 import convert
@@ -85,8 +86,8 @@ def test_windows_are_the_blocks_of_published_curves():
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Makes a report; returns its text, and its first figure."""
-    save = mock.Mock(wraps=report.figures.save)
-    monkeypatch.setattr(report.figures, "save", save)
+    save = mock.Mock(wraps=report.save)
+    monkeypatch.setattr(report, "save", save)
 
     def make(*run_dirs, **settings):
         report.main(report.Args(run_dirs, out=tmp_path / "out", **settings))
@@ -182,6 +183,7 @@ def test_damaged_files_are_named(tmp_path, made):
     for name, old, new, words in (
         ("args.json", '"seed": 2', '"seed": "../../x"', "has a seed that no script has"),
         ("progress.csv", "\n10240,", "\n40960,", "is no CSV of a learning curve"),
+        ("progress.csv", "163840,327.7,10,5.0", "163840,327.7,10,nan", "has 10 episodes of return nan at step 163,840"),
         ("progress.csv", "\n10240,20.5,10,5.0,0", "", "has 15 rows up to step 163,840 where its checkpoint has 16"),
         ("progress.csv", "163840,327.7,10,5.0,0\n", "163840,327.7,10,5.0", "has 15 rows up to step 163,840 where"),
         ("eval.csv", "64,1,1,stochastic\n", "", "has 0 rows up to step 163,840 where its checkpoint has 1"),
@@ -250,7 +252,7 @@ def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
         copy.write_text(text)
     monkeypatch.setattr(readme, "DOCUMENTS", copies)
     tables, drawn = {path: path.read_text() for path in collect.RESULTS.rglob("*.md")}, set()
-    monkeypatch.setattr(report.figures, "save", lambda figure, *paths: drawn.update(paths))
+    monkeypatch.setattr(report, "save", lambda figure, *paths: drawn.update(paths))
     report.main(report.Args())
     assert [copy.read_text() for copy in copies] == shipped
     assert {path: path.read_text() for path in collect.RESULTS.rglob("*.md")} == tables
@@ -279,12 +281,15 @@ def test_event_files_become_a_curve(tmp_path, capsys):
 def test_what_cannot_be_converted(tmp_path):
     (tmp_path / "some.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty").mkdir()
+    with SummaryWriter(str(tmp_path / "nan")) as writer:
+        writer.add_scalar(convert.EPISODE, math.nan, 8)
     os.mkfifo(tmp_path / "pipe")
     for source, target, words in (
         ("nothing", "x.csv", "there is no"),
         ("empty", "x.csv", "no event files"),
         ("pipe", "x.csv", "not a regular file"),
         ("empty", "some.csv", "remove it first"),
+        ("nan", "x.csv", "has 1 episodes of return nan at step 8"),
     ):
         with pytest.raises(InputError, match=words):
             convert.main(convert.Args(tmp_path / source, tmp_path / target))
