@@ -498,7 +498,7 @@ def main(args: Args) -> None:
         parts = ["Left out:\n\n" + "".join(f"- {readme.one_line(reason)}\n" for reason in left_out)] if left_out else []
         for protocol in protocols:
             parts.append(report(replace(protocol, out=args.out / protocol.name, mark=args.mark), args.baseline))
-    (args.out / "report.md").write_text("\n".join(parts))
+    (args.out / "report.md").write_text("\n".join(parts), errors="backslashreplace")
     print("\n".join(parts))
 
 

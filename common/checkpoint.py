@@ -156,8 +156,8 @@ class ReplayedPhase:
         for k, t in np.ndindex(state["actions"].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
-        pairs = [(now[key], then[key]) for now, then in zip(envs.state_dict(), end, strict=True) for key in now]
-        if not all(torch.equal(torch.as_tensor(now), torch.as_tensor(then)) for now, then in pairs):
+        states = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, [envs.state_dict(), end])
+        if str(states[0]) != str(states[1]):  # as text NaN equals NaN
             raise InputError("the environments do not repeat what they did: is another version of them installed?")
 
 
@@ -232,7 +232,7 @@ class Checkpoints:
         except OSError as failure:
             run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
-        words = [*self.world.launcher.split(), os.path.relpath(ROOT / run.script), "--resume", str(run.path)]
+        words = [*self.world.launcher.split(), os.path.abspath(ROOT / run.script), "--resume", str(run.path)]
         words += ["--track"] if run.args.track else []
         words += ["--env-id", run.args.env_id] if ":" in run.args.env_id else []  # what a file names is not imported
         advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"

@@ -160,8 +160,10 @@ class Envs(RecordEpisodeStatistics):
         return self.obs, rewards, terminations, truncations, infos
 
     def close(self, **kwargs: Any) -> None:
-        with suppress(SystemExit):  # the process ends in its own way
+        try:
             super().close(**kwargs)
+        except (Exception, SystemExit) as error:  # the run's own end says how the process ends
+            print(f"warning: the environments cannot be closed ({error!r})", file=sys.stderr)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each environment: of its layers and, if it can be put back, its observation and statistics."""

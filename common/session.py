@@ -40,8 +40,6 @@ class Session:
         args.validate()
         self.make_vector_env = make_envs
         self.device = resolve_device(args.device)
-        if args.accelerate == "cudagraphs" and self.device.type != "cuda":
-            raise InputError(f"--accelerate cudagraphs needs a CUDA GPU, not {self.device}: use eager or compile.")
         args = replace(args, precision=resolve_precision(args.precision, self.device))
         self.world = world = World(self.device)
         self.args = args = world.share_settings(args)
@@ -134,7 +132,7 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
-            said = re.search("allocate memory|size calculation", str(error))  # PyTorch's has no type on a CPU
+            said = re.search("DefaultCPUAllocator: |Storage size calculation", str(error))  # PyTorch's has no type
             if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:

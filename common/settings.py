@@ -195,7 +195,7 @@ def check_limits(args: Any) -> None:
         for value in tree_leaves(getattr(args, name)):
             if value is None:
                 continue
-            if isinstance(value, int) and value >= 2**63:  # PyTorch takes no such sizes
+            if isinstance(value, int | float) and 2**63 <= value < math.inf:  # PyTorch takes no such sizes
                 raise InputError(f"{flag(name)} {value} is too large.")
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 
 import ppo
-from common import TrainingError, fast
+from common import InputError, TrainingError, fast
 from common.fast import accelerate, graphs, kernels, modules
 from common.fast.graphs import Playback, Recorded, RecordedEncode, record_calls, with_aliases
 
@@ -326,7 +326,7 @@ def test_what_pytorch_traces_compiles_or_transforms_holds_pytorchs_operations(ra
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("mode", ["auto", "eager", "compile", "cudagraphs"])
+@pytest.mark.parametrize("mode", ["auto", "eager", "compile"])
 def test_modes(mode, device, ran, monkeypatch):
     """On a CPU the kernels run in eager mode, and on devices that they do not know never."""
     compiled = []
@@ -340,6 +340,8 @@ def test_modes(mode, device, ran, monkeypatch):
     assert fast == (21 if device == "cpu" and mode in ("auto", "eager") else 0)
     encoders = [agent.encoder, agent.value_encoder] if mode == "compile" else []
     assert compiled == [(encoder, {"dynamic": False}) for encoder in encoders]
+    with pytest.raises(InputError, match="--accelerate cudagraphs needs a CUDA GPU"):
+        accelerate(agent, "cudagraphs")
 
 
 def test_a_recorded_method_belongs_to_its_agent():

@@ -74,6 +74,7 @@ def check_rejected(script, tmp_path, settings, *words):
         (SCRIPTS, {"init_heads": "reset"}, ["--init-heads is for", "add --init-from"]),
         (SCRIPTS, {"feature_dim": 10**9, "hidden_dim": 10**4}, [MEMORY]),
         (SCRIPTS, {"env_id": "starpilot", "num_envs": 10**6}, ["--num-envs 1000000 takes 1000 GB: lower it."]),
+        (SCRIPTS, {"learning_rate": 1e300}, ["--learning-rate 1e+300 is too large."]),
         (SCRIPTS, {"num_steps": 10**20}, ["--num-steps 100000000000000000000 is too large."]),
         # the algorithms
         ([ppo, ppg], {"num_minibatches": 24}, ["--num-minibatches 24", "does not divide the 64 steps of a rollout"]),
@@ -149,7 +150,7 @@ def test_command_line_bad_input(script, tmp_path):
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_command_line_failed_run(script, env_id, tmp_path):
     """A run that diverges ends with one line and the last good agent."""
-    words = flags(make_args(script, tmp_path, env_id=env_id, learning_rate=1e30, total_timesteps=640))
+    words = flags(make_args(script, tmp_path, env_id=env_id, learning_rate=1e18, total_timesteps=640))
     with fast.Fork(tmp_path / "printed", fast.run_script, script.__name__, words) as process:
         assert process.wait() == 1
     (line,) = process.errors.splitlines()

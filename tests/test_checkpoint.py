@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -41,6 +42,7 @@ from common.checkpoint import (
 )
 from common.device import resolve_precision
 from common.learning import RewardNormalizer
+from common.procgen_env import ProcgenVectorEnv
 from common.run import ROOT, Run, command
 from common.settings import parse
 from conftest import SpoiltEnv
@@ -266,7 +268,7 @@ def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, caps
             process.send(each)
             time.sleep(0.02)
         assert process.wait(10) == code
-    again = f"python {script.__name__}.py --resume {path}"
+    again = f"python {script.__file__} --resume {path}"
     name = "Ctrl-C" if sent[0] == signal.SIGINT else sent[0].name
     assert process.errors == f"resume with: {again}\nstopped by {name}\n"
     stopped_at = newest(path)["step"]
@@ -382,7 +384,7 @@ def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed, capsys)
 
 
 def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch, capsys):
-    """The command that resumes it works where it was started."""
+    """The command that resumes it works in any folder."""
     monkeypatch.chdir(tmp_path)
     file, source, notes = tmp_path / "my.idea.py", Path(ppo.__file__).read_text(), []
     for text in (source, source.replace("PPO", "My PPO")):
@@ -391,7 +393,7 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
         monkeypatch.delitem(sys.modules, script.__name__)
         if not notes:
             path = interrupted(script, 3, tmp_path / "runs")
-            assert capsys.readouterr().err.endswith(f"resume with: python my.idea.py --resume {path}\n")
+            assert capsys.readouterr().err.endswith(f"resume with: python {file} --resume {path}\n")
         resume(script, path, total_timesteps=(4 + len(notes)) * 32)
         notes.append("is not what it was: this run began with" in capsys.readouterr().err)
     assert notes == [False, True]
@@ -589,6 +591,12 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
         else:
             assert same(found, good)
     assert skipped > 90
+
+
+def test_a_phase_of_environments_whose_states_are_any_plain_values(tmp_path, monkeypatch):
+    states, more = ProcgenVectorEnv.state_dict, {"nan": math.nan, "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
+    monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [state | more for state in states(envs)])
+    resume(ppg, interrupted(ppg, 3, tmp_path, **NEVER | GAMES))
 
 
 def test_ppg_from_an_agent_without_an_auxiliary_head_starts_it_as_the_value_head(run_copy, tmp_path):

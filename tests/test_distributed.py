@@ -15,6 +15,7 @@ import ppo
 import ranks
 from common.device import World
 from common.learning import RewardNormalizer
+from common.run import ROOT
 from helpers import flags, newest, parameters, read_csv, read_json, resumed_at
 from ranks import Ranks
 from test_checkpoint import check_same_run
@@ -146,7 +147,7 @@ def test_sigterm_and_resume(tmp_path):
         assert forks[0].wait() == 128 + signal.SIGTERM
         assert forks[1].wait() in (128 + signal.SIGTERM, 1)  # the latter where it finds the connection lost
     (path,) = runs.iterdir()
-    assert f"resume with: torchrun --nproc-per-node 2 ppo.py --resume {path}" in forks[0].errors
+    assert f"resume with: torchrun --nproc-per-node 2 {ROOT / 'ppo.py'} --resume {path}" in forks[0].errors
     saved = newest(path)
     assert len(saved["ranks"]) == 2
     assert saved["ranks"][0]["random"] != saved["ranks"][1]["random"]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -207,12 +208,18 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
     assert {(row["episodes"], row["episodic_return"]) for row in read_csv(path / "eval.csv")} == {("0", "nan")}
 
 
-def test_environments_that_change_or_end_the_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize("close", [lambda _: sys.exit(0), lambda _: 1 / 0])
+def test_environments_that_change_or_end_the_process(close, tmp_path, monkeypatch, capsys):
+    def vanish(_):  # when it is made, too
+        os.chdir(tempfile.mkdtemp(dir=tmp_path))
+        os.rmdir(os.getcwd())
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(CountEnv, "begin", lambda _: os.chdir("/"))  # when it is made, too
-    monkeypatch.setattr(CountEnv, "close", lambda _: sys.exit(0))
+    monkeypatch.setattr(CountEnv, "begin", vanish)
+    monkeypatch.setattr(CountEnv, "close", close)
     path = ppo.main(make_args("runs", env_id="TestCount-v0"))
     assert (path.parent.parent, newest(path)["step"]) == (tmp_path, 192)
+    assert "warning: the environments cannot be closed (" in capsys.readouterr().err
     monkeypatch.setattr(CountEnv, "reward", lambda *_: sys.exit(0))
     with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\): the run stops"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))

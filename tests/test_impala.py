@@ -15,6 +15,7 @@ import torch
 
 import impala
 from common.learning import action_dist
+from common.run import ROOT
 from common.session import Session
 from conftest import CountEnv
 from fast import Fork, run_script
@@ -179,7 +180,8 @@ def test_a_signal_ends_a_run_whose_actor_hangs(tmp_path):
         process.send(signal.SIGINT)
         assert process.wait(10) == 130
     (path,) = tmp_path.glob("runs/*/model.pt")
-    note, advice = "note: an actor cannot be stopped and is left behind", "resume with: python impala.py --resume"
+    note = "note: an actor cannot be stopped and is left behind"
+    advice = f"resume with: python {ROOT / 'impala.py'} --resume"
     assert process.errors == f"{note}\n{advice} {path.parent}\nstopped by Ctrl-C\n"
     assert torch.load(path, weights_only=True)["step"] == 4 * 8
 

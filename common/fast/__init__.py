@@ -8,6 +8,7 @@ memory: malloc keeps what it frees
 
 from torch import nn
 
+from common import InputError
 from common.fast.graphs import compile_encoders, record_calls
 from common.fast.memory import keep_freed_memory
 from common.fast.modules import replace_modules
@@ -20,6 +21,8 @@ def accelerate(agent: nn.Module, mode: str) -> None:
     - "compile": torch.compile compiles the encoders that it can. On a GPU acting is recorded, too.
     - "auto": "cudagraphs" on a GPU, else "eager"."""
     devices = {parameter.device.type for parameter in agent.parameters()}
+    if mode == "cudagraphs" and devices != {"cuda"}:
+        raise InputError("--accelerate cudagraphs needs a CUDA GPU: use eager or compile.")
     if devices == {"cpu"}:
         keep_freed_memory()
     if mode == "auto":
