@@ -594,7 +594,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
 
 
 def test_a_phase_of_environments_whose_states_are_any_plain_values(tmp_path, monkeypatch):
-    states, more = ProcgenVectorEnv.state_dict, {"nan": math.nan, "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
+    states = ProcgenVectorEnv.state_dict
+    more = {"nan": torch.tensor(math.nan), "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
     monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [state | more for state in states(envs)])
     resume(ppg, interrupted(ppg, 3, tmp_path, **NEVER | GAMES))
 
