@@ -45,6 +45,7 @@ PUBLISHED = {"easy-all": "ppo_easy_all", "easy-200": "ppo_easy_200_train", "hard
 PUBLISHED_PPG = {"ppg": "ppg_paper_ppg_single_network_hard_all", "ppg-paper": "ppg_paper_ppg_hard_all"}
 TEST = {"easy-200": "ppo_easy_200_test"}
 FEWEST = 3  # seeds or games; the verdict on fewer is "inconclusive"
+SCRIPT_HASH = r"'script_sha256': '(\w+)'"  # in meta.json as text: resumed parts have their own
 CLOSE = 0.25  # "matches": the interval of the difference holds 0 and lies within this share of the published mean
 
 
@@ -229,6 +230,9 @@ def states(protocol: Protocol) -> list[str]:
     lines = []
     for algorithm, game, run in protocol.tasks:
         ((mark, steps),) = protocol.marks(algorithm, game).items()
+        metas = [read_json(path) for path in (protocol.folder / algorithm / game).glob("*.meta.json")]
+        if len(set(re.findall(SCRIPT_HASH, str(metas)))) > 1:
+            lines.append(f"- {run} was made by several versions of its script")
         for seed, curve in sorted(protocol.runs[algorithm][game].items()):
             stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
             remarks = [f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"]
@@ -250,7 +254,7 @@ def notes(protocol: Protocol) -> list[str]:
         runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
         if not runs[1]:
             continue
-        hashes = [set(re.findall("'script_sha256': '(\\w+)'", str(metas))) for metas in runs]  # of resumed parts, too
+        hashes = [set(re.findall(SCRIPT_HASH, str(metas))) for metas in runs]
         named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
         commands = [re.sub(named, "", str(metas[0].get("command"))) for metas in runs]
         ours, theirs = (same_settings(command, steps="--anneal-lr" in str(commands)) for command in commands)
@@ -259,9 +263,6 @@ def notes(protocol: Protocol) -> list[str]:
         if ours == theirs:
             line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
         if ours != theirs or hashes[0] & hashes[1]:
-            found.setdefault(readme.one_line(line), []).append(game)
-        if len(hashes[0]) > 1:
-            line = f"- {readme.label(algorithm)} has runs of {len(hashes[0])} versions of its script"
             found.setdefault(readme.one_line(line), []).append(game)
     return [f"{line}: {', '.join(games)}" for line, games in found.items()]
 

@@ -151,9 +151,10 @@ def make_jobs(args: Args) -> list[Job]:
             raise InputError(f"{flag(name)} is empty: name one at least.")
         if twice := [value for value, count in Counter(several).items() if count > 1]:
             raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
+    own = OWN_FLAGS if len(algorithms) == 1 else (*OWN_FLAGS, "--exp-name")  # which tells scripts apart
     for word in (*args.extra, f"--{swept}"):
-        if word.partition("=")[0].replace("_", "-") in OWN_FLAGS:
-            raise InputError(f"{word} cannot be given here: this script gives it to each run.")
+        if word.partition("=")[0].replace("_", "-") in own:
+            raise InputError(f"{word} cannot be given here, as each run has its own: leave it out.")
     slurm_flags = [name for name in vars(args) if name.startswith("slurm_")]
     for name in slurm_flags if args.launcher == "local" else LOCAL_FLAGS:
         if getattr(args, name) != getattr(Args, name):
@@ -223,7 +224,7 @@ def look(job: Job, runs_dir: str) -> None:
     job.path = next(iter([*paths, *(path for path, _ in found)]), None)
     script = ROOT / f"{job.algorithm}.py"
     if job.path and not job.note and read_json(job.path / "meta.json").get("script_sha256") != sha256(script):
-        job.note = f"made by another version of {script.name}: give this one an --exp-name of its own"
+        job.note = f"begun by another version of {script.name}: a new version needs a file name of its own"
 
 
 def in_use(path: Path) -> bool:
@@ -299,7 +300,7 @@ def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
 
 def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
     command = [*job.command(str(Path(args.runs_dir).resolve())), "--device", device]
-    job.state, job.attempts, job.note = "running", job.attempts + 1, device
+    job.state, job.attempts, job.note = "running", job.attempts + 1, "; ".join(filter(None, (device, job.note)))
     file.write(f"$ {shlex.join(['python', *command])}\n")
     file.flush()
     streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}

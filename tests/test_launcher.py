@@ -120,6 +120,7 @@ def test_protocols(mode, levels, steps):
         ({"scripts": (ROOT / "ppo.py",)}, "--algorithms has ppo more than once"),
         ({"extra": ("--num-minibatches", "7")}, "--num-minibatches 7"),
         ({"extra": ("--env_id=maze",)}, "--env_id=maze cannot be given here"),
+        ({"algorithms": ("ppo", "ppg"), "extra": ("--exp-name=new",)}, "--exp-name=new cannot be given here"),
         ({"env_ids": ()}, "--env-ids is empty"),
         ({"sweep": ("gamma",)}, "--sweep is empty"),
         ({"sweep": ("gamma", "0.9", "0.9")}, "--sweep has 0.9 more than once"),
@@ -159,7 +160,7 @@ def test_runs_are_made_once(tmp_path, in_process, capsys):
     meta = folders[0] / "meta.json"
     meta.write_text(meta.read_text().replace('"script_sha256": "', '"script_sha256": "other'))
     launcher.main(make_args(tmp_path, seeds=2, dry_run=True))
-    assert capsys.readouterr().out.count("# made by another version of ppo.py") == 1
+    assert capsys.readouterr().out.count("# begun by another version of ppo.py") == 1
     (folders[0] / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")  # stops no other run
     assert states(launcher.main(make_args(tmp_path, seeds=3))) == [("done", 0), ("done", 0), ("done", 1)]
     assert len(run_folders(tmp_path)) == 3

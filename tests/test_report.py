@@ -169,7 +169,7 @@ def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
     write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 2, " --lr '<\n'", exp_name="../../<!-- x -->|\n$\\frac$")
     text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
     assert "\n- idea was started with --gamma 0.9 --num-envs 8, PPO with --num-envs 4: CartPole-v1\n" in text
-    assert "\n- idea has runs of 2 versions of its script: CartPole-v1\n" in text
+    assert "\n- idea CartPole-v1 was made by several versions of its script\n" in text
     assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
     assert "- CartPole-v1, seed 1: finished at step 2, with too few rows for a curve (2)\n" in text
     assert text.count("The interval takes a single run to vary as") == 1
@@ -285,7 +285,7 @@ def test_what_cannot_be_converted(tmp_path):
         writer.add_scalar(convert.EPISODE, math.nan, 8)
     os.mkfifo(tmp_path / "pipe")
     for source, target, words in (
-        ("nothing", "x.csv", "there is no"),
+        ("nothing", "x.csv", "no event files"),
         ("empty", "x.csv", "no event files"),
         ("pipe", "x.csv", "not a regular file"),
         ("empty", "some.csv", "remove it first"),
