@@ -254,7 +254,7 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
     for name in ("--resume", "--preset", "--env-id"):
-        early.add_argument(name)
+        early.add_argument(name, nargs="?")  # tyro says if a value is missing
     known, _ = early.parse_known_args(words)
     args = args_class()
     if known.resume not in (None, "None", "auto"):
