@@ -137,7 +137,7 @@ class Task:
         self.seed = args.seed if agent is None else spread_seed(args.seed, EVALUATION)
         num_levels, start_level, self.levels = levels_of(run, args.levels)
         self.settings = replace(run, num_threads=None, num_levels=num_levels, start_level=start_level)
-        envs = make_envs(self.settings, len(self.games), self.seed)
+        envs = Envs(make_envs(self.settings, len(self.games), self.seed))
         envs.close()
         self.fps = envs.metadata.get("render_fps", 30)
         one_level = isinstance(envs.unwrapped, ProcgenVectorEnv) and not run.use_sequential_levels

@@ -485,8 +485,6 @@ def main(args: Args) -> None:
     if args == Args():
         make_documents()
         return
-    if args.out.exists() and not args.out.is_dir():
-        raise InputError(f"--out {args.out} is no folder: choose another.")
     with TemporaryDirectory() as folder:
         left_out = gather(args.run_dirs, Path(folder))
         protocols = read_protocols(Path(folder) if args.run_dirs else args.results)

@@ -45,7 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import readme
-from common import InputError
+from common import InputError, TrainingError
 from common.device import resolve_device, resolve_precision
 from common.envs import Envs
 from common.run import Run, provenance, write_json
@@ -318,6 +318,8 @@ def main(args: Args) -> None:
     if not path.exists() or not meta:
         raise InputError(f"there is no {path} with its .meta.json: leave --from-csv out to measure first.")
     rows = list(csv.DictReader(path.read_text().splitlines()))
+    if not rows:
+        raise TrainingError("no measurement has succeeded, for the reasons above.")
     origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)

@@ -1,6 +1,7 @@
 """Procgen games and Gymnasium tasks behind one interface, in same-step autoreset mode: when `step` reports that an
 episode has ended, the observation already belongs to the next one, and the reward to the action just taken."""
 
+import copy
 import difflib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +50,7 @@ class Episode(NamedTuple):
     episodic_return: float  # as the environment gave it
     length: int  # steps
     level_seed: int | None  # the Procgen level that it was played on
-    level_complete: bool | None  # whether that level was solved
+    level_complete: int | None  # 1 if that level was solved, else 0
 
 
 def finished_episodes(infos: dict[str, Any]) -> list[Episode]:
@@ -58,7 +59,7 @@ def finished_episodes(infos: dict[str, Any]) -> list[Episode]:
     for env in np.flatnonzero(infos.get("_episode", ())):
         level = None, None
         if "prev_level_seed" in infos:
-            level = int(infos["prev_level_seed"][env]), bool(infos["prev_level_complete"][env])
+            level = int(infos["prev_level_seed"][env]), int(infos["prev_level_complete"][env])
         episodes.append(Episode(int(env), float(infos["episode"]["r"][env]), int(infos["episode"]["l"][env]), *level))
     return episodes
 
@@ -175,7 +176,7 @@ class Envs(RecordEpisodeStatistics):
         for layer in self.layers:
             for state, own in zip(states, layer.state_dict(), strict=True):
                 state |= own
-        return states
+        return copy.deepcopy(states)  # layers may give memory that they go on using
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Put environments that have been reset into `states`. Where that is not possible, they start new episodes."""

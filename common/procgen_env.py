@@ -98,7 +98,7 @@ class ProcgenVectorEnv(VectorEnv):
         """Return the current frames, uint8 [num_envs, 64, 64, 3]. Procgen starts episodes by itself: this does not,
         unless `options` have "levels" [num_envs]. They begin at once, and are played until others are chosen."""
         if options is not None and "levels" in options:
-            for env, level in enumerate(options["levels"]):
+            for env, level in zip(range(self.num_envs), options["levels"], strict=True):
                 self.set_next_level(env, level)
             self.act(np.full(self.num_envs, -1))  # which ends each episode
         frames, _, _, infos = self.observe()
@@ -139,10 +139,10 @@ class ProcgenVectorEnv(VectorEnv):
         """Choose the level of the next episode of environment number `env`, and of all that follow, by its seed; None
         for levels as the environment was made with. The episode that is under way goes on.
         This changes two numbers in the environment's state: the first level that may be drawn, and the first beyond.
-        Raises InputError for a seed that no level has, and where the state is not laid out as Procgen 0.10 does."""
+        Raises InputError for numbers that there are not, and where the state is not laid out as Procgen 0.10 does."""
         first, beyond = self.levels if level is None else (int(level), int(level) + 1)
-        if not 0 <= first < beyond <= LAST_LEVEL:
-            raise InputError(f"level {level} cannot be played: use a number from 0 to {LAST_LEVEL - 1}.")
+        if not (0 <= env < self.num_envs and 0 <= first < beyond <= LAST_LEVEL):
+            raise InputError(f"level {level}, environment {env}: use at most {LAST_LEVEL - 1} and {self.num_envs - 1}.")
         state = bytearray(self.get_state(env))
         game = self.games[env % len(self.games)].encode()
         name, place = struct.pack("<ii", 0, len(game)) + game, 60 + len(game)  # version 0

@@ -202,8 +202,7 @@ class Run:
             if len(self.games) > 1:
                 game = self.games[episode.env % len(self.games)]
                 scalars[f"charts/episodic_return/{game}"] = episode.episodic_return
-            complete = None if episode.level_complete is None else int(episode.level_complete)
-            self.write(step, scalars, {"episodes.csv": [(*episode[:4], complete)]})
+            self.write(step, scalars, {"episodes.csv": [episode]})
             self.recent.append(episode.episodic_return)
             self.new_returns.append(episode.episodic_return)
             self.num_episodes += 1

@@ -170,8 +170,8 @@ class Outlet:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print an InputError or a TrainingError as one line on stderr, and exit with 2 or 1. A signal exits with 128 plus
-    its number (Ctrl-C: 130). Only `run_script` uses this: code that calls `main(Args(...))` gets the exceptions."""
+    """Print an InputError, TrainingError or forbidden path as one line on stderr, and exit with 2, 1 or 1; on a signal
+    with 128 plus its number. Only `run_script` uses this: code that calls `main(Args(...))` gets the exceptions."""
     sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
     threading.excepthook = lambda failure: (  # an error of TensorBoard's thread comes in the main thread, too
         type(failure.thread).__module__.startswith("tensorboard.") or threading.__excepthook__(failure)
@@ -182,7 +182,7 @@ def one_line_errors() -> Iterator[None]:
     code = 0
     try:
         yield
-    except (InputError, TrainingError) as error:
+    except (InputError, TrainingError, PermissionError, FileExistsError, NotADirectoryError) as error:
         label = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
         print(f"{label}error: {error}", file=sys.stderr, flush=True)
         code = 2 if isinstance(error, InputError) else 1

@@ -14,7 +14,7 @@ import gpu_check
 import ppo
 import readme
 import throughput
-from common import InputError
+from common import InputError, TrainingError
 from common.run import write_json
 from common.settings import read_json
 from fast import Fork, small_networks
@@ -122,6 +122,9 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
     assert "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | " in document
+    monkeypatch.setattr(throughput, "measure", lambda job: 1 / 0)
+    with pytest.raises(TrainingError, match="no measurement has succeeded"):
+        throughput.main(replace(args, memory=False))
 
 
 def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypatch, capsys):

@@ -157,6 +157,17 @@ def test_levels_can_be_chosen(mode):
         envs.close()
 
 
+def test_states_are_copies(monkeypatch):
+    """PPG's phases and evaluations keep them, while a wrapper may go on using what it gives."""
+    envs, age = procgen_envs("bossfight", 1), np.zeros(1)
+    monkeypatch.setattr(envs.unwrapped, "state_dict", lambda: [{"age": age}])
+    envs.reset()
+    (kept,) = envs.state_dict()
+    age += 1
+    assert kept["age"] == 0
+    envs.close()
+
+
 def test_the_next_level_is_chosen_from_outside():
     """It begins when the episode under way has ended, stays until another is chosen, and returns to the range."""
     envs, seen = procgen_envs("bossfight,fruitbot", 4, num_levels=3), [[] for _ in range(4)]
@@ -175,9 +186,11 @@ def test_the_next_level_is_chosen_from_outside():
     for env in (1, 2, 3):
         assert seen[env][1:3] == [100 + env, 200 + env]
     assert all(set(levels[3:]) <= {0, 1, 2} and len(levels) > 4 for levels in seen)
-    for level in (-1, 2**31 - 1):
-        with pytest.raises(InputError, match="use a number from 0 to 2147483646"):
-            envs.set_next_level(0, level)
+    for env, level in ((0, -1), (0, 2**31 - 1), (-1, 5), (envs.num_envs, 5)):
+        with pytest.raises(InputError, match=f"level {level}, environment {env}: use at most 2147483646 and 3"):
+            envs.set_next_level(env, level)
+    with pytest.raises(ValueError, match="shorter"):
+        envs.reset(options={"levels": [5] * 3})
     state = envs.unwrapped.get_state(0)
     envs.unwrapped.get_state = lambda env: b"\1" + state[1:]  # of another version
     with pytest.raises(InputError, match="levels cannot be chosen"):
