@@ -249,7 +249,7 @@ def table(jobs: list[Job]) -> Table:
             step, seconds, last_return = row
             sps = step / max(seconds, 0.1)
             left = timedelta(seconds=round(max(total - step, 0) / sps))
-            cells = [f"{step:,}", f"{total:,}", f"{sps:.0f}", f"{last_return:.2f}", str(left)]
+            cells = [f"{step:,}", f"{total:,}", f"{sps:.0f}", f"{last_return:.2f}".replace("nan", "-"), str(left)]
         shown.add_row(job.name, job.state, *cells, escape(job.note))
     return shown
 
