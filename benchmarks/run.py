@@ -311,11 +311,11 @@ def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
 
 
 def end(job: Job, code: int, args: Args, log: Path) -> None:
-    """Look whether a process has ended its run. If not, this waits for another attempt, but for bad input (code 2)."""
+    """Look whether a process has ended its run. If not, it waits for another attempt, but not after code 0 or 2."""
     job.state, job.note = "waiting", ""
     look(job, args.runs_dir)
     if job.state == "waiting":
-        job.state = "waiting" if job.attempts < args.attempts and code != 2 else "failed"
+        job.state = "waiting" if job.attempts < args.attempts and code not in (0, 2) else "failed"
         lines = log.read_text(errors="replace").splitlines()
         job.note = f"not finished, exit code {code}: {lines[-1] if lines else 'no output'} ({log})"
 

@@ -148,10 +148,7 @@ class Envs(RecordEpisodeStatistics):
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
-        try:
-            obs, rewards, terminations, truncations, infos = super().step(actions)
-        except SystemExit as error:  # the exit code would be the environment's
-            raise TrainingError(f"an environment ends the process ({error!r})") from error
+        obs, rewards, terminations, truncations, infos = super().step(actions)
         check_finite("an observation", obs)
         check_finite("a reward", rewards)
         for env in np.flatnonzero(infos.get("_final_obs", ())):

@@ -132,6 +132,8 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
+            if isinstance(error, SystemExit):  # whose code would be the environment's
+                error = (TrainingError if opened else InputError)(f"an environment ends the process ({error!r})")
             said = re.search("DefaultCPUAllocator: |Storage size calculation", str(error))  # PyTorch's has no type
             if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)

@@ -261,7 +261,7 @@ def test_failures(code, attempts, spoil, tmp_path, monkeypatch):
     log.parent.mkdir()
     spoil(log)
     jobs = launcher.main(args)
-    assert states(jobs) == [("done", 1), ("failed", attempts), ("failed", 3), ("failed", 0)]
+    assert states(jobs) == [("done", 1), ("failed", attempts), ("failed", 1), ("failed", 0)]
     assert jobs[3].note.startswith(f"{log} cannot be opened (")
     for job, status in zip(jobs[1:3], (code, 0), strict=True):
         assert job.note.startswith(f"not finished, exit code {status}: last line (")

@@ -62,7 +62,7 @@ def test_sizes():
         assert length(Path(script.__file__)) <= lines
         assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
     assert len(list(COMMON.glob("*.py"))) <= 14
-    assert length(*COMMON.glob("*.py")) <= 2536  # the bounds are below: until they hold, it may not grow
+    assert length(*COMMON.glob("*.py")) <= 2535  # the bounds are below: until they hold, it may not grow
     assert length(*COMMON.rglob("*.py")) <= 3467
 
 
