@@ -76,6 +76,8 @@ def from_events(source: Path, every: int) -> list[str]:
 
 def main(args: Args) -> None:
     check_limits(args)
+    if not args.source.exists():
+        raise InputError(f"there is no {args.source}.")
     if args.target.exists() or args.target.is_symlink() or not args.target.parent.is_dir():
         raise InputError(f"{args.target} is there, or its folder is not: remove it first, or choose another name.")
     lines = from_events(args.source, args.every)

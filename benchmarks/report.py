@@ -18,11 +18,9 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
-import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -35,7 +33,7 @@ from common.evaluation import RETURN_RANGES, normalized
 from common.session import one_line_errors
 from common.settings import NotNegative, check_limits, read_json
 
-matplotlib.use("Agg")  # draws without a screen
+plt.switch_backend("Agg")  # draws without a screen
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 plt.rcParams |= {"figure.constrained_layout.use": True, "pdf.fonttype": 42}  # fonts that journals accept
 
@@ -230,17 +228,17 @@ def states(protocol: Protocol) -> list[str]:
     lines = []
     for algorithm, game, run in protocol.tasks:
         ((mark, steps),) = protocol.marks(algorithm, game).items()
-        metas = [read_json(path) for path in (protocol.folder / algorithm / game).glob("*.meta.json")]
+        runs = sorted(protocol.runs[algorithm][game].items())
+        metas = [read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json") for seed, _ in runs]
         if len(set(re.findall(SCRIPT_HASH, str(metas)))) > 1:
             lines.append(f"- {run} was made by several versions of its script")
-        for seed, curve in sorted(protocol.runs[algorithm][game].items()):
-            stopped = "stopped_at" in read_json(protocol.folder / algorithm / game / f"seed{seed}.meta.json")
-            remarks = [f"{'running or stopped' if stopped else 'finished'} at step {curve.steps[-1]:,}"]
+        for (seed, curve), meta in zip(runs, metas, strict=True):
+            remarks = [f"{'running or stopped' if 'stopped_at' in meta else 'finished'} at step {curve.steps[-1]:,}"]
             if curve.steps[-1] < steps or math.isnan(curves.score(curve, steps, protocol.window(steps))):
                 remarks.append(f"without an episode in the {protocol.window(steps):,} steps before {mark}")
             if len(curve.steps) < FEWEST:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
-            if stopped or remarks[1:]:
+            if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
     scored = "A return is over the episodes in, at most, the last eighth before a mark. A longer row counts in part."
     return [*(lines or ["All runs have finished."]), "", scored]
@@ -441,7 +439,7 @@ def save(figure: plt.Figure, *paths: Path) -> None:
     figure.set_figheight(max(height, width / 2))
     for axes in figure.axes:
         axes.tick_params(labelsize=6 * width / 3.3)
-    for text in figure.findobj(Text):
+    for text in figure.findobj(plt.Text):
         text.set_fontsize(6 * width / 3.3)
     for path in paths:
         metadata = {"Software": None} if path.suffix == ".png" else None  # a PNG has the same bytes each time

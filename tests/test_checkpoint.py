@@ -94,7 +94,9 @@ def files_of(path):
 def same(a, b):
     """Whether two nested values are equal."""
     (mine, structure), (theirs, other) = tree_flatten(a), tree_flatten(b)
-    return structure == other and all(np.array_equal(x, y) for x, y in zip(mine, theirs, strict=True))
+    pairs = zip(mine, theirs, strict=False)
+    equal = [torch.equal(x, y) if isinstance(x, torch.Tensor) else np.array_equal(x, y) for x, y in pairs]
+    return structure == other and all(equal)
 
 
 def what_a_run_leaves(path):
