@@ -164,7 +164,7 @@ class Task:
                 print(f"{'film: ' if draw else ''}{finished} of {num_envs * quota} episodes", file=sys.stderr)
             begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
             for env in begun:
-                envs.set_next_level(env, next(queues[env]))
+                envs.unwrapped.set_next_level(env, next(queues[env]))
             if draw is not None:
                 draw(envs)
 

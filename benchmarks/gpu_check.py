@@ -107,5 +107,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors(OSError):
         main(tyro.cli(Args, description=__doc__))

@@ -431,7 +431,7 @@ def main(args: Args) -> list[Job]:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors(OSError):
         os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the runs: where common/ is
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)

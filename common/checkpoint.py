@@ -157,8 +157,10 @@ class ReplayedPhase:
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
         states = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, [envs.state_dict(), end])
-        if str(states[0]) != str(states[1]):  # as text NaN equals NaN
-            raise InputError("the environments do not repeat what they did: is another version of them installed?")
+        try:
+            np.testing.assert_equal(*states)  # NaN equals NaN
+        except AssertionError as error:
+            raise InputError("the environments do not repeat: is another version of them installed?") from error
 
 
 class Checkpoints:

@@ -118,8 +118,6 @@ class World:
         self.launcher += f" --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
         store, self.rank, self.world_size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=self.rank, world_size=self.world_size)
         self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -103,7 +103,7 @@ class Envs(RecordEpisodeStatistics):
     `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions. `video` films environment 0 once `envs.video.folder` is set. Raises InputError for
-    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN and infinity."""
+    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN, infinity and SystemExit."""
 
     def __init__(self, envs: VectorEnv, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -130,10 +130,6 @@ class Envs(RecordEpisodeStatistics):
         """Whether a state of these environments and the actions after it determine all that follows."""
         return self.restorable and all(getattr(layer, "replayable", True) for layer in self.layers)
 
-    def set_next_level(self, env: int, level: int | None) -> None:
-        """Choose the level of Procgen's environment number `env`, as `ProcgenVectorEnv.set_next_level`."""
-        self.unwrapped.set_next_level(env, level)
-
     def merge(self, obs: np.ndarray) -> np.ndarray:
         """Stacks of images [..., size, height, width, channels] as images [..., height, width, size x channels]."""
         if not self.stacks:
@@ -141,14 +137,20 @@ class Envs(RecordEpisodeStatistics):
         return np.moveaxis(obs, -4, -2).reshape(*obs.shape[:-4], *self.single_observation_space.shape)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        obs, infos = super().reset(seed=seed, options=options)
+        try:
+            obs, infos = super().reset(seed=seed, options=options)
+        except SystemExit as error:  # its code would be the process's
+            raise TrainingError(f"an environment ends the process ({error!r})") from error
         check_finite("an observation", obs)
         self.obs = self.merge(obs)
         return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
-        obs, rewards, terminations, truncations, infos = super().step(actions)
+        try:
+            obs, rewards, terminations, truncations, infos = super().step(actions)
+        except SystemExit as error:  # its code would be the process's
+            raise TrainingError(f"an environment ends the process ({error!r})") from error
         check_finite("an observation", obs)
         check_finite("a reward", rewards)
         for env in np.flatnonzero(infos.get("_final_obs", ())):

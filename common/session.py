@@ -132,8 +132,6 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
-            if isinstance(error, SystemExit):  # whose code would be the environment's
-                error = (TrainingError if opened else InputError)(f"an environment ends the process ({error!r})")
             said = re.search("DefaultCPUAllocator: |Storage size calculation", str(error))  # PyTorch's has no type
             if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
@@ -171,9 +169,9 @@ class Outlet:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print an InputError, TrainingError or forbidden path as one line on stderr, and exit with 2, 1 or 1; on a signal
-    with 128 plus its number. Only `run_script` uses this: code that calls `main(Args(...))` gets the exceptions."""
+def one_line_errors(*others: type[Exception]) -> Iterator[None]:
+    """Print an InputError, a TrainingError or one of the `others` as a line on stderr, and exit with 2, 1 or 1; on a
+    signal with 128 plus its number."""
     sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
     threading.excepthook = lambda failure: (  # an error of TensorBoard's thread comes in the main thread, too
         type(failure.thread).__module__.startswith("tensorboard.") or threading.__excepthook__(failure)
@@ -184,7 +182,7 @@ def one_line_errors() -> Iterator[None]:
     code = 0
     try:
         yield
-    except (InputError, TrainingError, PermissionError, FileExistsError, NotADirectoryError) as error:
+    except (InputError, TrainingError, *others) as error:
         label = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
         print(f"{label}error: {error}", file=sys.stderr, flush=True)
         code = 2 if isinstance(error, InputError) else 1

@@ -195,8 +195,8 @@ def check_limits(args: Any) -> None:
         for value in tree_leaves(getattr(args, name)):
             if value is None:
                 continue
-            if isinstance(value, int | float) and 2**63 <= value < math.inf:  # PyTorch takes no such sizes
-                raise InputError(f"{flag(name)} {value} is too large.")
+            if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 2.0**127) <= value < math.inf:
+                raise InputError(f"{flag(name)} {value} is too large.")  # for PyTorch's int64 and float32
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):
                     raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(get_args(each))}.")

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -348,7 +349,7 @@ class Bomb:
         (ppo, {}, "that is a run of 2 ranks, not of 1.", lambda saved: saved.update(ranks=2 * saved["ranks"])),
         (ppo, {}, "--env-id bossfight,fruitbot (there: unknown)", lambda saved: saved["args"].clear()),
         (ppo, {}, "its checkpoint does not fit this script", lambda saved: saved["parts"]["agent"].clear()),
-        (ppg, {}, "the environments do not repeat what they did",
+        (ppg, {}, "the environments do not repeat: is another version of them installed?",
          lambda saved: saved["ranks"][0]["phase"]["actions"].bitwise_xor_(1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(step=Bomb())),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(format=saved["format"] - 1)),
@@ -518,7 +519,7 @@ def test_levels_chosen_from_outside(tmp_path, monkeypatch):
     def choosing(agent, envs, rollout, obs, step, normalizer, run):
         if step in (0, 32):
             for env in range(envs.num_envs):
-                envs.set_next_level(env, step + env)
+                envs.unwrapped.set_next_level(env, step + env)
         return collect(agent, envs, rollout, obs, step, normalizer, run)
 
     monkeypatch.setattr(ppg, "collect", choosing)
@@ -596,9 +597,10 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
 
 
 def test_a_phase_of_environments_whose_states_are_any_plain_values(tmp_path, monkeypatch):
-    states = ProcgenVectorEnv.state_dict
+    old = ProcgenVectorEnv.state_dict
     more = {"nan": torch.tensor(math.nan), "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
-    monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [state | more for state in states(envs)])
+    some = itertools.cycle([{"set": {8, 0}}, {"set": {0, 8}}, {"set": {8, 0}}])  # equal, but for their order
+    monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [each | more | next(some) for each in old(envs)])
     resume(ppg, interrupted(ppg, 3, tmp_path, **NEVER | GAMES))
 
 

@@ -173,14 +173,14 @@ def test_the_next_level_is_chosen_from_outside():
     envs, seen = procgen_envs("bossfight,fruitbot", 4, num_levels=3), [[] for _ in range(4)]
     assert envs.replayable
     envs.reset()
-    envs.set_next_level(0, 50)
+    envs.unwrapped.set_next_level(0, 50)
     for action in random_actions(1500, 4):
         _, _, ended, _, infos = envs.step(action)
         for env in np.flatnonzero(ended):
             seen[env].append(int(infos["level_seed"][env]))
             number = len(seen[env])
             if number <= 3:
-                envs.set_next_level(env, 100 * number + env if number < 3 else None)
+                envs.unwrapped.set_next_level(env, 100 * number + env if number < 3 else None)
     assert not envs.replayable
     assert seen[0][:3] == [50, 100, 200]
     for env in (1, 2, 3):
@@ -188,13 +188,13 @@ def test_the_next_level_is_chosen_from_outside():
     assert all(set(levels[3:]) <= {0, 1, 2} and len(levels) > 4 for levels in seen)
     for env, level in ((0, -1), (0, 2**31 - 1), (-1, 5), (envs.num_envs, 5)):
         with pytest.raises(InputError, match=f"level {level}, environment {env}: use at most 2147483646 and 3"):
-            envs.set_next_level(env, level)
+            envs.unwrapped.set_next_level(env, level)
     with pytest.raises(ValueError, match="shorter"):
         envs.reset(options={"levels": [5] * 3})
     state = envs.unwrapped.get_state(0)
     envs.unwrapped.get_state = lambda env: b"\1" + state[1:]  # of another version
     with pytest.raises(InputError, match="levels cannot be chosen"):
-        envs.set_next_level(0, 1)
+        envs.unwrapped.set_next_level(0, 1)
     envs.close()
 
 

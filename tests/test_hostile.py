@@ -20,6 +20,7 @@ import pytest
 import torch
 import wandb
 
+import evaluate
 import fast
 import ppo
 from common import InputError, TrainingError, evaluation
@@ -224,8 +225,10 @@ def test_environments_that_change_or_end_the_process(close, tmp_path, monkeypatc
     with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\): the run stops"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
     monkeypatch.setattr(CountEnv, "reset", lambda *_, seed=None, **__: sys.exit(0) if seed else (np.zeros(1, "f"), {}))
-    with pytest.raises(InputError, match=r"an environment ends the process \(SystemExit\(0\)\)"):
+    with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\)$"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
+    with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\)$"):
+        evaluate.main(evaluate.Args(path))
 
 
 def test_a_signal_ends_a_run_whose_environments_cannot_be_closed(tmp_path):

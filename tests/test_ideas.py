@@ -18,7 +18,7 @@ import evaluate
 import fast
 import ideas
 from common.checkpoint import load_script, newest_checkpoint
-from common.envs import Envs
+from common.procgen_env import ProcgenVectorEnv
 from helpers import checkpoints, read_csv
 from ranks import Ranks
 
@@ -177,7 +177,7 @@ def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(tmp_path):
     module = load_script(copy_with("level_replay", tmp_path))
     small = {"env_id": "bossfight", "num_envs": 4, "num_steps": 32, "num_minibatches": 2, "total_timesteps": 5 * 128}
     small |= {"num_levels": 5, "start_level": 7, "feature_dim": 16, "device": "cpu", "runs_dir": str(tmp_path / "runs")}
-    compute_gae, set_next_level = module.compute_gae, Envs.set_next_level
+    compute_gae, set_next_level = module.compute_gae, ProcgenVectorEnv.set_next_level
     rollouts, chosen = [], [[] for _ in range(4)]
 
     def spied_gae(rollout, *args):
@@ -190,7 +190,7 @@ def test_level_replay_plays_what_it_chooses_and_scores_what_it_plays(tmp_path):
         set_next_level(envs, env, level)
 
     gae_spy = mock.patch.object(module, "compute_gae", spied_gae)
-    with gae_spy, mock.patch.object(Envs, "set_next_level", spied_choice):
+    with gae_spy, mock.patch.object(ProcgenVectorEnv, "set_next_level", spied_choice):
         run_dir = module.main(module.Args(**small))
     played = [[] for _ in range(4)]
     for row in read_csv(run_dir / "episodes.csv"):
