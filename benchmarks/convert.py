@@ -67,9 +67,8 @@ def from_events(source: Path, every: int) -> list[str]:
         returns = [episode.value for episode in episodes[start:stop]]
         recent.extend(returns)
         seconds = episodes[stop - 1].wall_time - first if stop else 0.0
-        last = min(step, ends[-1]) if stop == len(episodes) else step
         texts = [f"{mean(values):.6g}" if values else "nan" for values in (returns, recent)]
-        lines.append(",".join([str(last), f"{seconds:.1f}", str(len(returns)), *texts]))
+        lines.append(",".join([str(min(step, ends[-1])), f"{seconds:.1f}", str(len(returns)), *texts]))
         start = stop
     return lines
 

@@ -80,7 +80,7 @@ def score(curve: Curve, end: int, window: int) -> float:
     ends, episodes, returns = np.array(curve.steps), np.array(curve.episodes), np.nan_to_num(curve.returns)
     starts = np.append(0, ends[:-1])
     weights = episodes * (np.minimum(ends, end) - np.maximum(starts, end - window)).clip(0) / (ends - starts)
-    return float(weights @ returns / weights.sum()) if weights.any() else math.nan
+    return float(weights @ returns / weights.sum()) if weights.any() and end >= ends[0] else math.nan
 
 
 class Reference(NamedTuple):

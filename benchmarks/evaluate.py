@@ -161,7 +161,7 @@ class Task:
             nonlocal last_shown
             if time.monotonic() - last_shown > LINE_SECONDS:
                 last_shown = time.monotonic()
-                print(f"{'film: ' if draw else ''}{finished} of {num_envs * quota} episodes", file=sys.stderr)
+                print(f"{'film: ' if draw else ''}{finished / (num_envs * quota):.0%} of the episodes", file=sys.stderr)
             begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
             for env in begun:
                 envs.unwrapped.set_next_level(env, next(queues[env]))

@@ -240,7 +240,7 @@ def states(protocol: Protocol) -> list[str]:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = "A return is over the episodes in, at most, the last eighth before a mark. A longer row counts in part."
+    scored = f"A return is over episodes in, at most, the last eighth before a mark. Verdicts need {FEWEST} seeds."
     return [*(lines or ["All runs have finished."]), "", scored]
 
 

@@ -323,7 +323,7 @@ def end(job: Job, code: int, args: Args, log: Path) -> None:
 def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
     """Run the jobs that wait, and show all of them; on a signal, stop all runs, which save a checkpoint."""
     free, running, shown = places(args), [], None  # running: (job, process, device, its log, locked)
-    with Live(console=console, auto_refresh=False) as live:  # where there is no terminal, it shows the end alone
+    with Live(console=console, auto_refresh=False, transient=True) as live:  # shows nothing where there is no terminal
         try:
             while True:
                 for each in [each for each in running if each[1].poll() is not None]:
@@ -354,7 +354,7 @@ def run_here(jobs: list[Job], args: Args, logs: Path, console: Console) -> None:
                 process.wait()
                 look(job, args.runs_dir)
                 job.state, job.note = "stopped", "repeat the command to go on"
-            live.update(table(jobs))
+            console.print(table(jobs))
 
 
 class SlurmRun:

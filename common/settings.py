@@ -271,9 +271,10 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
             print("note: that run was tracked: add --track to go on with that, too", file=sys.stderr)
     elif known.preset in args_class.presets:
         args = preset_args(args_class, known.preset)
-    description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
+    script = sys.modules[args_class.__module__]
+    shown = {"prog": Path(script.__file__).name, "description": (script.__doc__ or "").partition("\n")[0]}
     config = tyro.conf.SuppressFixed, tyro.conf.OmitArgPrefixes
-    found = tyro.cli(command_line(args_class, vars(args)), args=words, description=description, config=config)
+    found = tyro.cli(command_line(args_class, vars(args)), args=words, config=config, **shown)
     for section in vars(found).values():
         args = replace(args, **{name: getattr(section, name) for name in section.own})
     return args
@@ -288,9 +289,8 @@ def command_line(args_class: type, defaults: dict[str, Any]) -> type:
     for parent in args_class.__mro__:
         own = [name for name in defaults if origin[name] is parent]
         if own:
-            others = [(name, tyro.conf.Fixed[hints[name]]) for name in defaults if name not in own]
+            rest = [(name, tyro.conf.Fixed[hints[name]]) for name in defaults if name not in own]
             title = "algorithm" if parent is args_class else parent.__doc__.replace(" ", "_")
-            namespace = {"own": own, "__doc__": ""}
-            section = make_dataclass(title, others, bases=(args_class,), namespace=namespace, kw_only=True)
-            sections.append((title, section, field(default_factory=partial(section, **defaults))))
+            part = make_dataclass(title, rest, bases=(args_class,), namespace={"own": own, "__doc__": ""}, kw_only=True)
+            sections.append((title, part, field(default_factory=partial(part, **defaults))))
     return make_dataclass("Args", sections)

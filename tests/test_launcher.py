@@ -77,6 +77,7 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     launcher.main(make_args(runs))
     result = run_command(runs, 256, "--scripts", str(idea), env_ids="CartPole-v1 ALE/Nothing-v5", seeds=1)
     assert "4 runs: 2 done, 2 failed" in result.stdout, result.stdout + result.stderr
+    assert result.stdout[-1] == "\n"
     assert "exit code 2: error: --env-id" in " ".join(result.stdout.split())
     assert result.returncode == 1
     monkeypatch.chdir(tmp_path)
@@ -157,6 +158,9 @@ def test_runs_are_made_once(tmp_path, in_process, capsys):
     capsys.readouterr()
     assert states(launcher.main(make_args(tmp_path, seeds=2))) == [("done", 0)] * 2
     assert "2 runs: 2 done" in capsys.readouterr().out  # shown where nothing is left to do
+    with pytest.raises(SystemExit):
+        launcher.make_jobs(make_args(tmp_path, extra=("--nonsense",)))
+    assert "run ppo.py --help" in capsys.readouterr().err
     meta = folders[0] / "meta.json"
     meta.write_text(meta.read_text().replace('"script_sha256": "', '"script_sha256": "other'))
     launcher.main(make_args(tmp_path, seeds=2, dry_run=True))

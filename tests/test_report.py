@@ -33,6 +33,7 @@ def test_scores_count_every_episode_of_the_window():
     assert curves.score(curve, 40, window=40) == (500 + 2 + 18) / 9
     assert curves.score(curve, 35, window=20) == pytest.approx((2 + 1.5 * 6) / 2.5)  # half of the last row
     assert math.isnan(curves.score(curve, 20, window=10))
+    assert math.isnan(curves.score(curve, 9, window=20))  # before the first row
 
 
 def test_differences_of_means():
