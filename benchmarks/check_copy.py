@@ -46,7 +46,7 @@ def promise(name: str, broken: list[str]) -> Iterator[list[str]]:
 def python(log: Path, *words: Any, **kill_when: Callable) -> str:
     """What `python <words>` prints. Raises TrainingError if it fails, or ends before it is to be killed."""
     log.write_text("")
-    status = do([sys.executable, *map(str, words)], 300, log, **kill_when)
+    status = do([sys.executable, *map(str, words)], 300, log, **kill_when, cwd=None)
     printed = log.read_text(errors="replace")
     if status != (-signal.SIGKILL if kill_when else 0):
         reasons = re.findall(".*[Ee]rror: .*", printed) or printed.splitlines()[-1:]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
 from common import InputError
 from common.checkpoint import MAY_CHANGE, newest_checkpoint
-from common.run import write_json
+from common.run import write_atomically, write_json
 from common.session import one_line_errors
 from common.settings import read_json
 
@@ -59,7 +59,7 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
             raise InputError(f"{run_dir} is left out: {path.relative_to(results)} holds another run {other}")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
-        places[name].write_text(text)
+        write_atomically(places[name], text.encode())
     write_json(target.with_suffix(".meta.json"), meta)
     return target
 

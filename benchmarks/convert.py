@@ -2,8 +2,7 @@
 
     python benchmarks/convert.py runs/starpilot__ppo__1__1795202643 curve.csv
 
-The CSV has columns of a run's progress.csv, a row for each --every steps: step, seconds, number and mean return of the
-episodes that ended in them, mean return of the last 100.
+The CSV has the columns of a run's progress.csv, but for levels, and a row for each --every steps.
 """
 
 import sys
@@ -21,6 +20,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
 from common import InputError
+from common.run import write_atomically
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
@@ -81,7 +81,7 @@ def main(args: Args) -> None:
         raise InputError(f"{args.target} is there, or its folder is not: remove it first, or choose another name.")
     lines = from_events(args.source, args.every)
     curves.read(args.target, "\n".join(lines))  # raises for returns that are NaN
-    args.target.write_text("\n".join([*lines, ""]))
+    write_atomically(args.target, "\n".join([*lines, ""]).encode())
 
 
 if __name__ == "__main__":

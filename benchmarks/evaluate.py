@@ -365,5 +365,9 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(tyro.cli(Args, description=__doc__))
+    with one_line_errors(OSError):
+        args = tyro.cli(Args, description=__doc__)
+        try:
+            main(args)
+        except SystemExit as error:  # whose code would be this process's
+            raise TrainingError(f"something ends the process ({error!r})") from error

@@ -22,13 +22,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.device import resolve_device
-from common.run import ROOT, provenance
+from common.run import ROOT, provenance, write_atomically
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
@@ -62,13 +62,13 @@ def plan(args: Args) -> dict[str, list[str]]:
     return {name: [sys.executable, *words] for name, words in parts.items() if name.split()[0] in args.steps}
 
 
-def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lambda: False) -> int:
+def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lambda: False, cwd: Any = ROOT) -> int:
     """Run a command; return its exit status. SIGKILL ends it and what it has started, in time or when it should."""
     end = time.monotonic() + seconds
     with log.open("a") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}  # where common/ is
-        process = subprocess.Popen(command, cwd=ROOT, env=env, process_group=0, **streams)
+        process = subprocess.Popen(command, cwd=cwd, env=env, process_group=0, **streams)
         try:
             while process.poll() is None and time.monotonic() < end and not kill_when():
                 time.sleep(0.005)
@@ -97,8 +97,8 @@ def main(args: Args) -> None:
         log = args.out / "logs" / f"{name.replace(' ', '-')}.log"
         result = {"name": name, "rc": do(parts[name], seconds, log), "seconds": round(time.monotonic() - start, 1)}
         result |= {"command": shlex.join(parts[name]), "machine": origin["machine"], "commit": origin["commit"]}
-        with results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        lines.append(result)
+        write_atomically(results, "".join(json.dumps(line) + "\n" for line in lines).encode())
         print(f"{name}: {'FAILED' if result['rc'] else 'ok'} after {result['seconds']} s", flush=True)
         print(*(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-12:]), sep="\n", flush=True)
         if result["rc"] == 0:

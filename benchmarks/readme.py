@@ -1,7 +1,4 @@
-"""Tables, and the parts of README.md and benchmarks/README.md that scripts make.
-
-Such a part stands between `<!-- name -->` and `<!-- end of name -->`.
-"""
+"""Tables, and the parts of README.md and benchmarks/README.md that scripts make, from `<!-- name -->` on."""
 
 from collections.abc import Iterable
 from pathlib import Path

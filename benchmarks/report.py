@@ -30,6 +30,7 @@ import throughput
 from collect import RESULTS, collect, folder_name, read_run, same_settings
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
+from common.run import write_atomically
 from common.session import one_line_errors
 from common.settings import NotNegative, check_limits, read_json
 
@@ -182,7 +183,7 @@ def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
     for *_, run_dir in sorted(found, key=lambda run: (seeds[run[0]], *run[1:3]), reverse=True):
         try:
             collect(run_dir, folder, unfinished=True)
-        except (InputError, OSError) as error:
+        except InputError as error:
             left_out.append(str(error))
     return left_out
 
@@ -303,9 +304,8 @@ def aggregate_table(protocol: Protocol) -> list[str]:
                 continue
             fewest, most = min(map(len, ours)), max(map(len, ours))
             size = f"{len(ours)} x {fewest}" + (f" to {most}" if most > fewest else "")
-            even = [runs[:fewest] for runs in ours]  # the IQM counts runs, not games
             row = [readme.label(algorithm), mark, size, interval(curves.mean_over_games, ours)]
-            row.append(interval(curves.interquartile_mean, even))
+            row.append(interval(curves.interquartile_mean, ours))
             if others:
                 row += [interval(curves.mean_over_games, others), interval(curves.interquartile_mean, others)]
                 row.append(interval(curves.probability_of_improvement, ours + others))
@@ -443,6 +443,7 @@ def save(figure: plt.Figure, *paths: Path) -> None:
         text.set_fontsize(6 * width / 3.3)
     for path in paths:
         metadata = {"Software": None} if path.suffix == ".png" else None  # a PNG has the same bytes each time
+        path.unlink(missing_ok=True)  # it may be a link
         figure.savefig(path, dpi=200, metadata=metadata)
     plt.close(figure)
 
@@ -469,7 +470,6 @@ def report(protocol: Protocol, baseline: str = "") -> str:
 def make_documents() -> None:
     protocols = read_protocols(RESULTS)
     texts = {"report": "\n".join(map(report, protocols))}
-    print(texts["report"])
     texts["long"] = "\n".join(report(protocol).partition("\n\n")[2] for protocol in read_protocols(RESULTS / "long"))
     texts["results"] = "\n".join([*summary_table(protocols[0]), ""])  # of easy-all, which comes first
     throughput.main(throughput.Args(from_csv=True, device="cpu", update_readme=True))
@@ -495,7 +495,7 @@ def main(args: Args) -> None:
         parts = ["Left out:\n\n" + "".join(f"- {readme.one_line(reason)}\n" for reason in left_out)] if left_out else []
         for protocol in protocols:
             parts.append(report(replace(protocol, out=args.out / protocol.name, mark=args.mark), args.baseline))
-    (args.out / "report.md").write_text("\n".join(parts), errors="backslashreplace")
+    write_atomically(args.out / "report.md", "\n".join(parts).encode(errors="backslashreplace"))
     print("\n".join(parts))
 
 

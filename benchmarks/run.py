@@ -89,8 +89,6 @@ class Args:
     """show the commands and what there is of them, and stop"""
     launcher: Literal["local", "slurm"] = "local"
     """run here, or submit a Slurm job array (needs submitit)"""
-
-    # ---- here
     devices: tuple[str, ...] = ("auto",)
     """where runs go: cpu, cuda:0, cuda:1, ...; auto for all GPUs, or else the CPU"""
     runs_per_device: Positive[int] | None = None
@@ -99,8 +97,6 @@ class Args:
     """PyTorch's threads of a run on the CPU: two runs with one each make more steps than one with two"""
     attempts: Positive[int] = 2
     """how often a run that fails is started in all"""
-
-    # ---- on Slurm
     slurm_partition: str | None = None
     """partition; None for the cluster's default"""
     slurm_gpus: NotNegative[int] = 1
@@ -131,7 +127,8 @@ class Job:
         return f"{self.algorithm} {self.settings.env_id} {self.settings.seed} {self.swept}".rstrip()
 
     def command(self, runs_dir: str) -> list[str]:
-        return [f"{self.algorithm}.py", *self.words, "--runs-dir", runs_dir, "--resume", "auto"]
+        script = os.path.normpath(ROOT / f"{self.algorithm}.py")  # from any folder, as flags may name files
+        return [script, *self.words, "--runs-dir", runs_dir, "--resume", "auto"]
 
     def file(self, logs: Path, suffix: str) -> Path:
         """A file of this run, and of none with other settings, in folder `logs`."""
@@ -143,8 +140,8 @@ def make_jobs(args: Args) -> list[Job]:
     """A job for each seed, game, algorithm and value of --sweep, in this order, so that one seed of all is there first.
     Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message."""
     check_limits(args)
-    algorithms = [*args.algorithms, *(os.path.relpath(path, ROOT).removesuffix(".py") for path in args.scripts)]
-    algorithms = algorithms or ["ppo", "ppg", "impala"]
+    scripts = [os.path.relpath(path.resolve(), ROOT).removesuffix(".py") for path in args.scripts]
+    algorithms = [*args.algorithms, *scripts] or ["ppo", "ppg", "impala"]
     swept, *values = [args.sweep[0].replace("_", "-"), *args.sweep[1:]] if args.sweep else ("", "")
     for name, several in {"algorithms": algorithms, "env_ids": args.env_ids, "sweep": values}.items():
         if not several:
@@ -208,7 +205,7 @@ def check_env_id(env_id: str) -> None:
         gym.spec(name)
     except gym.error.Error:
         raise InputError(str(unknown_env(env_id)).replace("--env-id", "--env-ids")) from None
-    except Exception as error:  # of the module
+    except (Exception, SystemExit) as error:  # of the module
         raise InputError(f"--env-ids {env_id}: {module!r} cannot be imported: {error}.") from error
 
 
@@ -245,7 +242,7 @@ def table(jobs: list[Job]) -> Table:
         total = job.settings.total_timesteps
         total += -total % job.settings.iteration_steps  # of whole iterations
         cells = ["0", f"{total:,}", "-", "-", "-"]
-        if row:
+        with suppress(TypeError, ValueError, ArithmeticError):  # there is no row yet, or a damaged one
             step, seconds, last_return = row
             sps = step / max(seconds, 0.1)
             left = timedelta(seconds=round(max(total - step, 0) / sps))
@@ -307,7 +304,7 @@ def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     # In a session of its own: Ctrl-C is for this process, which tells the runs. When it is killed, the kernel does.
     own = {"start_new_session": True, "preexec_fn": lambda: PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)}
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, **own, **streams)
+    return subprocess.Popen([sys.executable, *command], env=env, **own, **streams)
 
 
 def end(job: Job, code: int, args: Args, log: Path) -> None:
@@ -363,7 +360,7 @@ class SlurmRun:
     process = None
 
     def __call__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
+        self.process = subprocess.Popen([sys.executable, *command])
         if code := self.process.wait():
             raise RuntimeError(f"exit code {code}")
 
@@ -431,7 +428,7 @@ def main(args: Args) -> list[Job]:
 
 
 if __name__ == "__main__":
-    with one_line_errors(OSError):
+    with one_line_errors():
         os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the runs: where common/ is
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)

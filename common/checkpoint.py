@@ -156,7 +156,7 @@ class ReplayedPhase:
         for k, t in np.ndindex(state["actions"].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
-        states = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, [envs.state_dict(), end])
+        states = tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, [envs.state_dict(), end])
         try:
             np.testing.assert_equal(*states)  # NaN equals NaN
         except AssertionError as error:
@@ -169,6 +169,7 @@ class Checkpoints:
     def __init__(self, run: Run, parts: dict[str, Any]):
         self.run, self.parts, self.world = run, parts, run.world
         self.snapshot = None  # the newest copy, until it is written
+        self.best = {}  # what to write as best.pt, with the checkpoint that knows of it
         self.head = {"format": FORMAT, "script": run.script, "script_sha256": sha256(ROOT / run.script)}
         self.head["args"] = to_json(run.args)
         self.last_write = self.last_copy = time.monotonic() if run.step else -math.inf
@@ -214,7 +215,8 @@ class Checkpoints:
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
             step = self.snapshot["step"]
-            self.write_model("model.pt", step, self.snapshot["parts"]["agent"])
+            for name, model in (self.best | {"model.pt": (step, self.snapshot["parts"]["agent"])}).items():
+                self.write_model(name, *model)
             write_archive(folder / f"{step:012}.pt", self.snapshot)
             self.snapshot = None
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
@@ -234,7 +236,7 @@ class Checkpoints:
         except OSError as failure:
             run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
-        words = [*self.world.launcher.split(), os.path.abspath(ROOT / run.script), "--resume", str(run.path)]
+        words = [*self.world.launcher.split(), str((ROOT / run.script).resolve()), "--resume", str(run.path)]
         words += ["--track"] if run.args.track else []
         words += ["--env-id", run.args.env_id] if ":" in run.args.env_id else []  # what a file names is not imported
         advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"
@@ -380,8 +382,8 @@ def load_agent(
     check_module(str(source), str(model["args"].get("env_id")), env_id)
     if env_id not in (None, model["args"].get("env_id")):
         raise InputError(f"{source} plays {model['args'].get('env_id')!r}: leave --env-id {env_id} out.")
-    path = Path(os.path.abspath(ROOT / model["script"])) if script is None else Path(script).absolute()
-    if script is None and path.parent != ROOT.absolute():  # what comes with a model lies elsewhere
+    path = Path(script or ROOT / model["script"]).resolve()
+    if script is None and path.parent != ROOT:  # what comes with a model lies elsewhere
         raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")
     try:
         if model.get("script_sha256") not in (None, sha256(path)):  # None: an older model
@@ -403,11 +405,14 @@ def load_agent(
 
 def load_script(script: Path | str) -> ModuleType:
     """The module of a script, by its path (from the repository's root); executed unless it has been imported before."""
-    path = os.path.abspath(ROOT / script)
+    path = os.path.realpath(ROOT / script)
     for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == path:
+        if os.path.realpath(getattr(module, "__file__", None) or "") == path:
             return module
     spec = spec_from_file_location(re.sub(r"\W", "_", str(script)), path)
     module = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise ImportError(f"{path} ends the process ({error!r})") from error
     return module

@@ -103,7 +103,7 @@ class Envs(RecordEpisodeStatistics):
     `infos["episode"]` holds the return "r" and the length "l" of each episode that a step has finished, as
     `infos["_episode"]` marks it; `infos["final_obs"]` its last observation (not Procgen's). `obs` [num_envs, ...] are
     those that await actions. `video` films environment 0 once `envs.video.folder` is set. Raises InputError for
-    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN, infinity and SystemExit."""
+    environments that reset otherwise; `reset` and `step` raise TrainingError for NaN and infinity."""
 
     def __init__(self, envs: VectorEnv, video: bool = False):
         if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
@@ -137,27 +137,21 @@ class Envs(RecordEpisodeStatistics):
         return np.moveaxis(obs, -4, -2).reshape(*obs.shape[:-4], *self.single_observation_space.shape)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        try:
-            obs, infos = super().reset(seed=seed, options=options)
-        except SystemExit as error:  # its code would be the process's
-            raise TrainingError(f"an environment ends the process ({error!r})") from error
+        obs, infos = super().reset(seed=seed, options=options)
         check_finite("an observation", obs)
         self.obs = self.merge(obs)
         return self.obs, infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         actions = actions.astype(self.single_action_space.dtype)  # bits are drawn as float32
-        try:
-            obs, rewards, terminations, truncations, infos = super().step(actions)
-        except SystemExit as error:  # its code would be the process's
-            raise TrainingError(f"an environment ends the process ({error!r})") from error
+        obs, rewards, terminations, truncations, infos = super().step(actions)
         check_finite("an observation", obs)
         check_finite("a reward", rewards)
         for env in np.flatnonzero(infos.get("_final_obs", ())):
             infos["final_obs"][env] = self.merge(infos["final_obs"][env])
             check_finite("a last observation", infos["final_obs"][env])
         self.obs = self.merge(obs)
-        return self.obs, rewards, terminations, truncations, infos
+        return self.obs, rewards, terminations.astype(bool), truncations.astype(bool), infos  # numbers would be indices
 
     def close(self, **kwargs: Any) -> None:
         try:
@@ -281,6 +275,7 @@ class RecordFirstEnv(VectorWrapper):
                 self.path = self.folder / f"episode-{self.episode}.mp4"
                 self.file = open_video(self.path, self.metadata.get("render_fps", 30))
             frame = self.env.render()[0]
+            frame = frame[: len(frame) // 2 * 2, : frame.shape[1] // 2 * 2, :3]  # H.264 takes even sizes of RGB alone
             scale = max(1, 256 // len(frame))  # pixels
             self.encoder.submit(self.file.write_frame, frame.repeat(scale, 0).repeat(scale, 1)).result()
         obs, rewards, terminations, truncations, infos = self.env.step(actions)

@@ -133,7 +133,8 @@ class Evaluator:
         best = metrics["eval/episodic_return"] > run.best_return
         run.best_return = max(run.best_return, float(metrics["eval/episodic_return"]))
         run.write(step, metrics, {"eval.csv": [(*row, int(best)) for row in rows]})
-        run.note(f"evaluation at step {step:,}: {shown[0]} (greedy: {shown[1]}); training: {run.summary()}")
+        line = f"evaluation at step {step:,}: {shown[0]} (greedy: {shown[1]}); training: {run.summary()}"
+        print(("\r\x1b[K" if sys.stdout.isatty() else "") + line, flush=True)
         return best
 
 

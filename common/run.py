@@ -258,10 +258,6 @@ class Run:
         """The mean return of the last 100 episodes, and the share of them that solved their levels."""
         return describe(mean(self.recent), mean(self.recent_complete)) if self.recent else "no episode logged"
 
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
-
     def close(self, error: BaseException | None) -> None:
         """Close all files and unlock the folder. Raises OSError, with all open, if a run's end cannot be noted."""
         if self.world.rank > 0:

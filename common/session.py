@@ -1,5 +1,6 @@
 """A script's run from its settings to its end: errors as one sentence, and signals that leave time to save."""
 
+import copy
 import math
 import os
 import re
@@ -24,7 +25,7 @@ from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
 from common.procgen_env import PROCGEN_GAMES
 from common.run import INTERRUPT, ROOT, Run
-from common.settings import HOST_MEMORY, differs_from_preset, parse
+from common.settings import HOST_MEMORY, flag, parse
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
 OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
@@ -43,12 +44,14 @@ class Session:
         args = replace(args, precision=resolve_precision(args.precision, self.device))
         self.world = world = World(self.device)
         self.args = args = world.share_settings(args)
-        self.script = os.path.relpath(script, ROOT)
+        self.script = os.path.relpath(os.path.realpath(script), ROOT)
         self.runs_dir = Path(args.runs_dir).absolute()  # an environment may chdir as it is made
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         setup_device(self.device, self.seed, args.torch_deterministic)
-        if world.rank == 0 and (others := differs_from_preset(args)):
+        preset = args.presets.get(getattr(args, "preset", None), {})
+        others = [flag(name) for name, value in preset.items() if name != "exp_name" and getattr(args, name) != value]
+        if world.rank == 0 and others:
             print(f"note: --preset {args.preset} with other values of {', '.join(others)}", file=sys.stderr)
         self.iteration_steps = args.iteration_steps * world.world_size
         self.num_iterations = math.ceil(args.total_timesteps / self.iteration_steps)
@@ -118,7 +121,7 @@ class Session:
                 with suppress(OSError):  # the next checkpoint warns
                     self.checkpoints.write()  # an evaluation may take long
                 if self.evaluator(step, self.run):
-                    self.checkpoints.write_model("best.pt", step, self.evaluator.agent.state_dict())
+                    self.checkpoints.best = {"best.pt": (step, copy.deepcopy(self.evaluator.agent.state_dict()))}
             self.world.broadcast(None)  # the other ranks wait
 
     def __enter__(self) -> "Session":
@@ -132,8 +135,10 @@ class Session:
                 self.exits.pop_all()  # an actor hangs in its environment
             if isinstance(error, NotImplementedError) and not opened:  # of a space, by the networks
                 error = InputError(f"--env-id {self.args.env_id}: {error}.")
-            said = re.search("DefaultCPUAllocator: |Storage size calculation", str(error))  # PyTorch's has no type
-            if said or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            if isinstance(error, SystemExit):  # of an environment, say, whose code would be the process's
+                error = (TrainingError if opened else InputError)(f"something ends the process ({error!r})")
+            said = type(error) is RuntimeError and re.search("DefaultCPUAllocator|Storage size calculation", str(error))
+            if said or isinstance(error, MemoryError | torch.OutOfMemoryError):  # `said`: PyTorch's has no type
                 error = (TrainingError if opened else InputError)(OUT_OF_MEMORY)
             if opened:
                 self.checkpoints.close(error)
@@ -149,19 +154,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Outlet:
-    """A stream of text that may be closed, full or gone, which neither ends a run nor changes its exit code."""
+    """A stream of text that may be closed, full or gone, which neither ends a run nor changes its exit code, if it
+    `forgives` OSError."""
 
-    def __init__(self, stream: TextIO | None):  # None: closed from the start
+    def __init__(self, stream: TextIO | None, *forgives: type[Exception]):  # None: closed from the start
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+        self.forgives = forgives
         with suppress(OSError, AttributeError):
             self.stream.reconfigure(errors="backslashreplace")  # a folder's name, where the terminal takes ASCII alone
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
+        with suppress(*self.forgives):
             self.stream.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(*self.forgives):
             self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -171,8 +178,9 @@ class Outlet:
 @contextmanager
 def one_line_errors(*others: type[Exception]) -> Iterator[None]:
     """Print an InputError, a TrainingError or one of the `others` as a line on stderr, and exit with 2, 1 or 1; on a
-    signal with 128 plus its number."""
-    sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
+    signal with 128 plus its number. Tools, whose results are what they print, give OSError."""
+    forgiven = () if others else (OSError,)
+    sys.stdout, sys.stderr = Outlet(sys.stdout, *forgiven), Outlet(sys.stderr, OSError)
     threading.excepthook = lambda failure: (  # an error of TensorBoard's thread comes in the main thread, too
         type(failure.thread).__module__.startswith("tensorboard.") or threading.__excepthook__(failure)
     )
@@ -182,6 +190,7 @@ def one_line_errors(*others: type[Exception]) -> Iterator[None]:
     code = 0
     try:
         yield
+        sys.stdout.flush()
     except (InputError, TrainingError, *others) as error:
         label = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
         print(f"{label}error: {error}", file=sys.stderr, flush=True)

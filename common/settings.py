@@ -21,7 +21,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 from common import InputError
 
 T = TypeVar("T", int, float)
-ROOT = Path(__file__).parent.parent  # of the repository
+ROOT = Path(__file__).resolve().parent.parent  # of the repository; paths from it lead astray through links
 HOST_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
 
@@ -73,7 +73,7 @@ class EnvArgs(ProcgenArgs):
     """C++ threads that step Procgen's environments (IMPALA: of each actor); None: one a core, at most 8"""
     num_envs: Positive[int] = 64
     """number of environments, of each rank (N); IMPALA's actors share them evenly"""
-    frame_stack: Positive[int] = 1
+    frame_stack: Annotated[int, Limits("a number from 1 to 1000", lambda value: 1 <= value <= 1000)] = 1
     """number of newest frames that an observation holds (image tasks only)"""
 
 
@@ -195,7 +195,7 @@ def check_limits(args: Any) -> None:
         for value in tree_leaves(getattr(args, name)):
             if value is None:
                 continue
-            if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 2.0**127) <= value < math.inf:
+            if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 2.0**100) <= value < math.inf:
                 raise InputError(f"{flag(name)} {value} is too large.")  # for PyTorch's int64 and float32
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):
@@ -223,12 +223,6 @@ def from_json(args_class: type, saved: dict[str, Any]) -> Any:
 def preset_args(args_class: type, preset: str, **given: Any) -> Any:
     """`args_class` with the settings of one of its presets; settings that are `given` win."""
     return args_class(**args_class.presets[preset] | {"preset": preset} | given)
-
-
-def differs_from_preset(args: Any) -> list[str]:
-    """The flags whose values are not those of the preset that `args` name; all but the experiment's name."""
-    preset = args.presets.get(getattr(args, "preset", None), {})
-    return [flag(name) for name, value in preset.items() if name != "exp_name" and getattr(args, name) != value]
 
 
 def read_json(path: Path) -> dict[str, Any]:

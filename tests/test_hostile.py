@@ -22,6 +22,7 @@ import wandb
 
 import evaluate
 import fast
+import ideas
 import ppo
 from common import InputError, TrainingError, evaluation
 from common.checkpoint import load_agent, newest_checkpoint
@@ -222,13 +223,16 @@ def test_environments_that_change_or_end_the_process(close, tmp_path, monkeypatc
     assert (path.parent.parent, newest(path)["step"]) == (tmp_path, 192)
     assert "warning: the environments cannot be closed (" in capsys.readouterr().err
     monkeypatch.setattr(CountEnv, "reward", lambda *_: sys.exit(0))
-    with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\): the run stops"):
+    with pytest.raises(TrainingError, match=r"something ends the process \(SystemExit\(0\)\): the run stops"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
     monkeypatch.setattr(CountEnv, "reset", lambda *_, seed=None, **__: sys.exit(0) if seed else (np.zeros(1, "f"), {}))
-    with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\)$"):
+    with pytest.raises(InputError, match=r"something ends the process \(SystemExit\(0\)\)"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
-    with pytest.raises(TrainingError, match=r"an environment ends the process \(SystemExit\(0\)\)$"):
-        evaluate.main(evaluate.Args(path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CountEnv, "begin", lambda _: None)
+    with fast.Fork(tmp_path / "printed", ideas.run, [evaluate.__file__, str(path)]) as process:
+        assert process.wait() == 1
+    assert process.errors.endswith("error: something ends the process (SystemExit(0))\n")
 
 
 def test_a_signal_ends_a_run_whose_environments_cannot_be_closed(tmp_path):
