@@ -14,7 +14,7 @@ import ppo
 from common.device import resolve_precision
 from common.learning import micro_batches
 from helpers import ALL, evaluate, parameters, small_args
-from test_losses import WORLD, run_update, silent
+from test_losses import WORLD, silent
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
@@ -56,7 +56,9 @@ def learn(
     else:
         rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
         advantages = script.compute_gae(rollout, returns[0], 0.9, 0.9)
-        metrics = run_update(script, agent, rollout, advantages, args, optimizer, world)
+        rollout = rollout._replace(advantages=advantages, returns=advantages + values)
+        optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
+        metrics = script.update(agent, *optimizers, rollout, args, silent(world))
         if script is ppg:
             phase = SimpleNamespace(obs=observations(2, 8), returns=torch.stack([returns, -returns]), length=2)
             metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, silent(world))
@@ -74,6 +76,22 @@ def test_pieces_have_the_gradient_and_the_metrics_of_the_whole_minibatch(script,
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
     assert parts_metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-9)
     assert parts_metrics.keys() == whole_metrics.keys()
+
+
+@quick
+@pytest.mark.parametrize(("script", "passes", "steps"), [
+    (ppo, {"update_epochs": 5}, [10, 2]), (ppg, {"e_policy": 5, "e_value": 5}, [10, 2]),
+    (ppg, {"e_policy": 5, "e_value": 3}, [16, 8]),  # the passes for the value come first, and are all made
+], ids=["ppo", "ppg", "ppg-separate"])  # fmt: skip
+def test_target_kl_stops_the_epochs(script, passes, steps, monkeypatch):
+    """The actions of `learn` have had other probabilities."""
+    made, step = [], torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda optimizer: made.append(1) or step(optimizer))
+    monkeypatch.setattr(ppg, "auxiliary_phase", lambda *given: {})
+    for target_kl, expected in zip((None, 1e-9), steps, strict=True):
+        made.clear()
+        learn(script, VECTORS, torch.float64, 0.01, target_kl=target_kl, **passes)
+        assert len(made) == expected
 
 
 @ALL
