@@ -13,35 +13,28 @@ import torch.nn.functional as F
 from common.fast import kernels
 from common.fast.kernels import MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
-build = kernels.build
 max_pool = functools.partial(F.max_pool2d, kernel_size=3, stride=2, padding=1)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@functools.cache
-def with_8_lanes():
-    """The kernels as they are where vectors have 8 numbers, not 16."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "OPTIONS", [*kernels.OPTIONS, "-mno-avx512f"])
-        return build.__wrapped__()
-
-
-@pytest.fixture(autouse=True, params=["native", "8 lanes"])
-def processor(request, monkeypatch):
-    """Convolutions are tested also on processors where PyTorch's take their place; three threads share frames; and
-    nothing depends on PyTorch's default dtype."""
+@pytest.fixture(autouse=True, scope="module", params=["native", "8 lanes"])
+def processor(request):
+    """Convolutions are tested also on processors where PyTorch's take their place, and where vectors have 8 numbers,
+    not 16; three threads share frames; and nothing depends on PyTorch's default dtype."""
     if kernels.build() is None:
         assert not Path("/usr/bin/c++").exists(), "the kernels would be untested"
         pytest.skip("no C++ compiler here")
-    if request.param == "8 lanes":
-        if not torch.cpu.get_capabilities().get("avx512_f"):
-            pytest.skip("vectors have 8 lanes here anyway")
-        monkeypatch.setattr(kernels, "build", with_8_lanes)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "8 lanes":
+            if not torch.cpu.get_capabilities().get("avx512_f"):
+                pytest.skip("vectors have 8 lanes here anyway")
+            patch.setattr(kernels, "OPTIONS", [*kernels.OPTIONS, "-mno-avx512f"])
+            patch.setattr(kernels, "build", functools.cache(kernels.build.__wrapped__))
+        patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
