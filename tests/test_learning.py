@@ -11,16 +11,16 @@ from torch.nn.utils import parameters_to_vector
 import impala
 import ppg
 import ppo
-from common.device import resolve_precision
+from common.device import World, resolve_precision
 from common.learning import micro_batches
 from helpers import ALL, evaluate
-from test_losses import WORLD, silent
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
 SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
 ACTIONS = gym.spaces.Discrete(4)
 CPU = torch.device("cpu")
+WORLD = World(CPU)
 CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {"use_lstm": True})]
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
@@ -39,6 +39,7 @@ def learn(
     prepare(agent)
     start = parameters_to_vector(agent.parameters()).detach().clone()
     optimizer, envs = torch.optim.SGD(agent.parameters(), lr=lr), list(envs)
+    run = SimpleNamespace(world=world, show=lambda phase: None)  # what an update needs of a `Run`
     torch.manual_seed(0)
 
     def observations(*shape):
@@ -52,16 +53,16 @@ def learn(
     if script is impala:
         state = agent.initial_state(len(envs)).to(device, dtype)
         batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, state)
-        metrics = impala.update(agent, optimizer, batch, args, silent(world))
+        metrics = impala.update(agent, optimizer, batch, args, run)
     else:
         rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
         advantages = script.compute_gae(rollout, returns[0], 0.9, 0.9)
         rollout = rollout._replace(advantages=advantages, returns=advantages + values)
         optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-        metrics = script.update(agent, *optimizers, rollout, args, silent(world))
+        metrics = script.update(agent, *optimizers, rollout, args, run)
         if script is ppg:
             phase = SimpleNamespace(obs=observations(2, 8), returns=torch.stack([returns, -returns]), length=2)
-            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, silent(world))
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, run)
     change = parameters_to_vector(agent.parameters()).detach() - start
     return change, {tag: read(value) for tag, value in metrics.items()}
 
@@ -112,10 +113,9 @@ def test_bf16_has_nearly_the_gradient_of_float32(script):
 
 
 @quick
-@pytest.mark.parametrize(
-    ("shape", "size", "dim", "expected"),
-    [((10,), 4, 0, [4, 4, 2]), ((1200,), None, 0, [512, 512, 176]), ((20, 5), 45, 1, [2, 2, 1])],
-)
+@pytest.mark.parametrize(("shape", "size", "dim", "expected"), [
+    ((10,), 4, 0, [4, 4, 2]), ((1200,), None, 0, [512, 512, 176]), ((20, 5), 45, 1, [2, 2, 1]),
+])  # fmt: skip
 def test_sizes_of_pieces(shape, size, dim, expected):
     """512 steps by default, on a CPU; of sequences as many as there is room for."""
     assert [piece.shape[dim] for (piece,) in micro_batches([torch.empty(shape)], size, dim)] == expected

@@ -26,12 +26,6 @@ ACTION_SPACES = {
     "box": gym.spaces.Box(-1, 1, (2,), np.float32),
     "multibinary": gym.spaces.MultiBinary(3),
 }
-WORLD = World(torch.device("cpu"))
-
-
-def silent(world: World) -> SimpleNamespace:
-    """What an update needs of a `Run`."""
-    return SimpleNamespace(world=world, show=lambda phase: None)
 
 
 def test_clipped_policy_loss():
@@ -108,7 +102,8 @@ def test_metrics_and_memory_of_the_auxiliary_phase(rollouts, accumulated, sizes,
     found, forward = [], agent.get_policy_and_values
     monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: found.append(len(obs)) or forward(obs))
     phase = SimpleNamespace(obs=obs.view(1, 8, 4, 3), returns=returns.view(1, 8, 4), length=1)
-    means = ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=0.0), phase, args, silent(WORLD))
+    run = SimpleNamespace(world=World(torch.device("cpu")), show=lambda phase: None)
+    means = ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=0.0), phase, args, run)
     assert found == sizes * args.e_aux
     for name in ("losses/aux/aux_value_loss", "losses/aux/real_value_loss"):
         assert means[name].item() == pytest.approx(expected[name].item())

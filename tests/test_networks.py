@@ -19,8 +19,6 @@ FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 COMMON = Path(__file__).parent.parent / "common"
 
 
-# ------------------------------------------------------------------------------------------------- what a script is
-
 # All that differs is here; any other function or class that two scripts define must be the same in both.
 DIFFERENT = {
     ppg: {"Args", "Agent", "policy_loss", "ppo_loss", "update", "main"},
@@ -70,9 +68,6 @@ def test_sizes():
 def test_common_is_within_its_bounds():
     assert length(*COMMON.glob("*.py")) <= 2246  # and should be 2000
     assert length(*COMMON.rglob("*.py")) <= 3177  # with common/fast/
-
-
-# ------------------------------------------------------------------------------------------------------------ networks
 
 
 @ALL
