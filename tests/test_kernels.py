@@ -13,42 +13,36 @@ import torch.nn.functional as F
 from common.fast import kernels
 from common.fast.kernels import MaxPoolFunction, ResidualBlockFunction, conv_max_pool, convolves
 
-build = kernels.build
+max_pool = functools.partial(F.max_pool2d, kernel_size=3, stride=2, padding=1)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@functools.cache
-def with_8_lanes():
-    """The kernels as they are where vectors have 8 numbers, not 16."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "OPTIONS", [*kernels.OPTIONS, "-mno-avx512f"])
-        return build.__wrapped__()
-
-
-@pytest.fixture(autouse=True, params=["native", "8 lanes"])
-def processor(request, monkeypatch):
-    """Convolutions are tested also on processors where PyTorch's take their place; three threads share frames; and
-    nothing depends on PyTorch's default dtype."""
+@pytest.fixture(autouse=True, scope="module", params=["native", "8 lanes"])
+def processor(request):
+    """Convolutions are tested also on processors where PyTorch's take their place, and where vectors have 8 numbers,
+    not 16; three threads share frames; and nothing depends on PyTorch's default dtype."""
     if kernels.build() is None:
         assert not Path("/usr/bin/c++").exists(), "the kernels would be untested"
         pytest.skip("no C++ compiler here")
-    if request.param == "8 lanes":
-        if not torch.cpu.get_capabilities().get("avx512_f"):
-            pytest.skip("vectors have 8 lanes here anyway")
-        monkeypatch.setattr(kernels, "build", with_8_lanes)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "8 lanes":
+            if not torch.cpu.get_capabilities().get("avx512_f"):
+                pytest.skip("vectors have 8 lanes here anyway")
+            patch.setattr(kernels, "OPTIONS", [*kernels.OPTIONS, "-mno-avx512f"])
+            patch.setattr(kernels, "build", functools.cache(kernels.build.__wrapped__))
+        patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
-def ran(monkeypatch) -> list[str]:
-    """The names of the kernels that have run."""
-    names, call = [], kernels.call
-    monkeypatch.setattr(kernels, "call", lambda name, *a: names.append(name.replace("torch.", "")) or call(name, *a))
-    return names
+def ran(monkeypatch) -> list[tuple]:
+    """The names of the kernels that have run, and what they were given."""
+    calls, call = [], kernels.call
+    monkeypatch.setattr(kernels, "call", lambda *given: calls.append(given) or call(*given))
+    return calls
 
 
 def autocast(x: torch.Tensor) -> torch.autocast:
@@ -72,10 +66,6 @@ def layers(*channels: int) -> list[nn.Conv2d]:
         conv.weight = nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
         conv.bias = nn.Parameter(torch.stack([bias, bias], dim=1)[:, 0])
     return convs
-
-
-def max_pool(x: torch.Tensor) -> torch.Tensor:
-    return F.max_pool2d(x, 3, stride=2, padding=1)
 
 
 def pair(x: torch.Tensor, conv: nn.Conv2d) -> torch.Tensor:
@@ -146,8 +136,7 @@ def test_kernels_are_exact(kernel, formula, name, channels, shape, dtype, ran):
     convs, x = layers(*channels), frames(dtype, *shape)
     x.requires_grad_(shape[1] > 3)
     found = results(kernel, x, convs)
-    kind = f"{shape[1]}_{dtype}".replace("torch.", "")
-    assert ran == [f"{name}_forward_{kind}", f"{name}_backward_{kind}"]
+    assert [given[0] for given in ran] == [f"{name}_{way}_{shape[1]}_{dtype}" for way in ("forward", "backward")]
     wide_x, wide = x.detach().double().requires_grad_(x.requires_grad), [copy.deepcopy(conv).double() for conv in convs]
     for mine, other in zip(found, results(formula, wide_x, wide, dtype), strict=True):
         tolerance = 2**-8 if dtype == torch.bfloat16 else 2**-18
@@ -177,27 +166,24 @@ def test_nan_goes_through_a_residual_block(dtype):
 
 RGB = frames(torch.float32, 2, 3, 8, 8)
 INPUTS = {
-    "RGB": (RGB, ["conv_pool_forward_3_float32"]),
-    "contiguous": (RGB.contiguous(), []),  # PyTorch's convolution keeps that layout
-    "float64": (RGB.double(), []),
-    "no frames": (RGB[:0], ["conv_pool_forward_3_float32"]),
-    "grey": (RGB[:, :1].contiguous(memory_format=torch.channels_last), ["pool_forward_float32"]),
-    "needs a gradient": (RGB.clone().requires_grad_(), ["pool_forward_float32"]),
+    "RGB": (RGB, "conv_pool_forward_3_torch.float32"),
+    "contiguous": (RGB.contiguous(), None),  # PyTorch's convolution keeps that layout
+    "float64": (RGB.double(), None),
+    "no frames": (RGB[:0], "conv_pool_forward_3_torch.float32"),
+    "grey": (RGB[:, :1].contiguous(memory_format=torch.channels_last), "pool_forward_torch.float32"),
+    "needs a gradient": (RGB.clone().requires_grad_(), "pool_forward_torch.float32"),
 }
 
 
 @pytest.mark.parametrize(("x", "expected"), INPUTS.values(), ids=INPUTS)
-def test_which_kernels_run(x, expected, ran, monkeypatch):
+def test_which_kernels_run(x, expected, ran):
     """Where the largest values were is kept for gradients only."""
     conv = nn.Conv2d(x.shape[1], 16, 3, padding=1, dtype=x.dtype)
     torch.testing.assert_close(pair(x, conv), max_pool(conv(x)))
-    assert ran == expected
-    call, taps = kernels.call, []
-    monkeypatch.setattr(kernels, "call", lambda name, *given: taps.append(given[-5]) or call(name, *given))
-    pair(x, conv)
     with torch.no_grad():
         pair(x, conv)
-    assert [each is None for each in taps] == [False, True][: 2 * len(expected)]
+    taps = [(name, given[-5] is None) for name, *given in ran]
+    assert taps == ([(expected, False), (expected, True)] if expected else [])
 
 
 @pytest.mark.parametrize(("channels", "height", "width", "expected"), [

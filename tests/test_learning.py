@@ -11,16 +11,16 @@ from torch.nn.utils import parameters_to_vector
 import impala
 import ppg
 import ppo
-from common.device import resolve_precision
+from common.device import World, resolve_precision
 from common.learning import micro_batches
-from helpers import ALL, evaluate, parameters, small_args
-from test_losses import WORLD, run_update, silent
+from helpers import ALL, evaluate
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
 SMALL = gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)
 ACTIONS = gym.spaces.Discrete(4)
 CPU = torch.device("cpu")
+WORLD = World(CPU)
 CASES = [(ppo, {}), (ppg, {}), (ppg, {"arch": "dual"}), (impala, {}), (impala, {"use_lstm": True})]
 CASES = pytest.mark.parametrize(("script", "settings"), CASES, ids=["ppo", "ppg", "ppg-dual", "impala", "impala-lstm"])
 
@@ -39,6 +39,7 @@ def learn(
     prepare(agent)
     start = parameters_to_vector(agent.parameters()).detach().clone()
     optimizer, envs = torch.optim.SGD(agent.parameters(), lr=lr), list(envs)
+    run = SimpleNamespace(world=world, show=lambda phase: None)  # what an update needs of a `Run`
     torch.manual_seed(0)
 
     def observations(*shape):
@@ -52,14 +53,16 @@ def learn(
     if script is impala:
         state = agent.initial_state(len(envs)).to(device, dtype)
         batch = impala.Unroll(actions, obs, logprobs, rewards, dones, cut, state)
-        metrics = impala.update(agent, optimizer, batch, args, silent(world))
+        metrics = impala.update(agent, optimizer, batch, args, run)
     else:
         rollout = script.Rollout(obs[:-1], actions, logprobs, values, rewards, dones, cut)
         advantages = script.compute_gae(rollout, returns[0], 0.9, 0.9)
-        metrics = run_update(script, agent, rollout, advantages, args, optimizer, world)
+        rollout = rollout._replace(advantages=advantages, returns=advantages + values)
+        optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
+        metrics = script.update(agent, *optimizers, rollout, args, run)
         if script is ppg:
             phase = SimpleNamespace(obs=observations(2, 8), returns=torch.stack([returns, -returns]), length=2)
-            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, silent(world))
+            metrics |= ppg.auxiliary_phase(agent, optimizer, phase, args, run)
     change = parameters_to_vector(agent.parameters()).detach() - start
     return change, {tag: read(value) for tag, value in metrics.items()}
 
@@ -74,6 +77,22 @@ def test_pieces_have_the_gradient_and_the_metrics_of_the_whole_minibatch(script,
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
     assert parts_metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-9)
     assert parts_metrics.keys() == whole_metrics.keys()
+
+
+@quick
+@pytest.mark.parametrize(("script", "passes", "steps"), [
+    (ppo, {"update_epochs": 5}, [10, 2]), (ppg, {"e_policy": 5, "e_value": 5}, [10, 2]),
+    (ppg, {"e_policy": 5, "e_value": 3}, [16, 8]),  # the passes for the value come first, and are all made
+], ids=["ppo", "ppg", "ppg-separate"])  # fmt: skip
+def test_target_kl_stops_the_epochs(script, passes, steps, monkeypatch):
+    """The actions of `learn` have had other probabilities."""
+    made, step = [], torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda optimizer: made.append(1) or step(optimizer))
+    monkeypatch.setattr(ppg, "auxiliary_phase", lambda *given: {})
+    for target_kl, expected in zip((None, 1e-9), steps, strict=True):
+        made.clear()
+        learn(script, VECTORS, torch.float64, 0.01, target_kl=target_kl, **passes)
+        assert len(made) == expected
 
 
 @ALL
@@ -94,10 +113,9 @@ def test_bf16_has_nearly_the_gradient_of_float32(script):
 
 
 @quick
-@pytest.mark.parametrize(
-    ("shape", "size", "dim", "expected"),
-    [((10,), 4, 0, [4, 4, 2]), ((1200,), None, 0, [512, 512, 176]), ((20, 5), 45, 1, [2, 2, 1])],
-)
+@pytest.mark.parametrize(("shape", "size", "dim", "expected"), [
+    ((10,), 4, 0, [4, 4, 2]), ((1200,), None, 0, [512, 512, 176]), ((20, 5), 45, 1, [2, 2, 1]),
+])  # fmt: skip
 def test_sizes_of_pieces(shape, size, dim, expected):
     """512 steps by default, on a CPU; of sequences as many as there is room for."""
     assert [piece.shape[dim] for (piece,) in micro_batches([torch.empty(shape)], size, dim)] == expected
@@ -113,18 +131,6 @@ def test_precision(monkeypatch, capsys):
     for capability, expected in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert resolve_precision("auto", torch.device("cuda")) == expected
-
-
-def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    sizes = {"num_steps": 2, "total_timesteps": 16, "update_epochs": 1}
-    args = small_args(ppo, tmp_path, sizes, env_id="starpilot", feature_dim=16, num_threads=1, precision="bf16")
-    try:
-        a, b = (parameters(ppo.main(args)) for _ in range(2))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 # What a script's run needs, of the flags that it has, and the least mean return after it

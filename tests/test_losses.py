@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
+from torch.distributions import Bernoulli, Categorical, Independent, Normal, kl_divergence
 
 import ppg
 import ppo
@@ -26,13 +26,6 @@ ACTION_SPACES = {
     "box": gym.spaces.Box(-1, 1, (2,), np.float32),
     "multibinary": gym.spaces.MultiBinary(3),
 }
-CPU = torch.device("cpu")
-WORLD = World(CPU)
-
-
-def silent(world: World) -> SimpleNamespace:
-    """What an update needs of a `Run`."""
-    return SimpleNamespace(world=world, show=lambda phase: None)
 
 
 def test_clipped_policy_loss():
@@ -54,21 +47,20 @@ def test_clipped_policy_loss():
         assert metrics["losses/approx_kl"].item() == pytest.approx((0.5 - 0.5 + 0.1 + 0.5) / 4 + k1)
 
 
-def dist_of(space: gym.Space, params: torch.Tensor) -> Distribution:
-    """PyTorch's distribution over actions."""
-    if isinstance(space, gym.spaces.Discrete):
-        return Categorical(logits=params)
-    if isinstance(space, gym.spaces.MultiBinary):
-        return Independent(Bernoulli(logits=params), 1)
-    return Independent(Normal(params[:, :2], params[:, 2:].exp()), 1)
+PYTORCHS = {  # the number of a distribution's parameters, and PyTorch's distribution
+    "discrete": (4, lambda params: Categorical(logits=params)),
+    "box": (4, lambda params: Independent(Normal(params[:, :2], params[:, 2:].exp()), 1)),
+    "multibinary": (3, lambda params: Independent(Bernoulli(logits=params), 1)),
+}
 
 
-@pytest.mark.parametrize("space", ACTION_SPACES.values(), ids=ACTION_SPACES)
-def test_distributions_are_pytorchs(space):
+@pytest.mark.parametrize("name", ACTION_SPACES)
+def test_distributions_are_pytorchs(name):
     torch.manual_seed(0)
-    old, new = torch.randn(2, 6, 3 if isinstance(space, gym.spaces.MultiBinary) else 4, dtype=torch.float64)
-    dist, expected = action_dist(space, old), dist_of(space, old)
-    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_divergence(expected, dist_of(space, new)))
+    space, (size, dist_of) = ACTION_SPACES[name], PYTORCHS[name]
+    old, new = torch.randn(2, 6, size, dtype=torch.float64)
+    dist, expected = action_dist(space, old), dist_of(old)
+    torch.testing.assert_close(policy_kl(dist, action_dist(space, new)), kl_divergence(expected, dist_of(new)))
     torch.testing.assert_close(dist.entropy(), expected.entropy())
     action = expected.sample()
     torch.testing.assert_close(dist.log_prob(action), expected.log_prob(action))
@@ -91,45 +83,14 @@ def test_the_kl_of_an_action_that_the_new_policy_all_but_excludes_is_finite(gap)
     torch.testing.assert_close(policy_kl(*bits), torch.tensor([3 * (gap / 2 - math.log(2))]))
 
 
-def make_agent(script, space, args):
-    """An agent with a policy far from uniform, and from a standard deviation of 1."""
+@pytest.mark.parametrize(("rollouts", "accumulated", "sizes"), [(2, 1, [16, 16]), (1, 2, [8] * 4)])
+def test_metrics_and_memory_of_the_auxiliary_phase(rollouts, accumulated, sizes, monkeypatch):
+    """Metrics of a minibatch, and their means over a phase of 4 rollouts of 8 steps, some of which are in memory at a
+    time. What it learns: test_restated."""
+    args = ppg.Args(num_envs=4, num_steps=8, e_aux=2, num_aux_rollouts=rollouts, num_aux_grad_accum=accumulated)
     torch.manual_seed(0)
-    agent = script.Agent(VECTOR, space, args)
-    for parameter in agent.policy_head.parameters():
-        parameter.data += 0.5 * torch.randn_like(parameter)
-    return agent
-
-
-def run_update(script, agent, rollout, advantages, args, optimizer, world=WORLD):
-    """An update with the same optimizer for all passes."""
-    optimizers = [optimizer] if script is ppo else [optimizer, optimizer]
-    rollout = rollout._replace(advantages=advantages, returns=advantages + rollout.values)
-    return script.update(agent, *optimizers, rollout, args, silent(world))
-
-
-@pytest.mark.parametrize(("script", "passes", "steps"), [
-    (ppo, {"update_epochs": 5}, [10, 2]), (ppg, {"e_policy": 5, "e_value": 5}, [10, 2]),
-    (ppg, {"e_policy": 5, "e_value": 3}, [16, 8]),  # the passes for the value come first, and are all made
-], ids=["ppo", "ppg", "ppg-separate"])  # fmt: skip
-def test_target_kl_stops_the_epochs(script, passes, steps):
-    """Of a rollout whose actions have had other probabilities."""
-    obs, actions = torch.randn(8, 4, 3), torch.randint(0, 4, (8, 4))
-    logprobs, values, advantages = -torch.rand(3, 8, 4)
-    rollout = script.Rollout(obs, actions, logprobs, values, *[torch.zeros(8, 4)] * 3)
-    for target_kl, expected in zip((None, 1e-9), steps, strict=True):
-        args = script.Args(num_envs=4, num_steps=8, num_minibatches=2, target_kl=target_kl, **passes)
-        agent = make_agent(script, ACTION_SPACES["discrete"], args)
-        optimizer, made = torch.optim.Adam(agent.parameters(), lr=0.01), []
-        optimizer.register_step_post_hook(lambda *_, made=made: made.append(1))
-        run_update(script, agent, rollout, advantages, args, optimizer)
-        assert len(made) == expected
-
-
-def test_metrics_of_the_auxiliary_phase():
-    """Those of a minibatch, and their means over a phase. What it learns: test_restated."""
-    args = ppg.Args(num_envs=3, num_steps=2, e_aux=1, num_aux_rollouts=1)
-    agent = make_agent(ppg, ACTION_SPACES["discrete"], args)
-    obs, old, returns = torch.randn(6, 3), torch.randn(6, 4), torch.randn(6)
+    agent = ppg.Agent(VECTOR, ACTION_SPACES["discrete"], args)
+    obs, old, returns = torch.randn(32, 3), torch.randn(32, 4), torch.randn(32)
     _, metrics = ppg.aux_loss(agent, ppg.AuxMinibatch(obs, old, returns), args)
     params, values, aux_values = agent.get_policy_and_values(obs)
     expected = {
@@ -138,33 +99,22 @@ def test_metrics_of_the_auxiliary_phase():
         "losses/aux/kl_loss": kl_divergence(Categorical(logits=old), Categorical(logits=params)).mean(),
     }
     torch.testing.assert_close(metrics, expected)
-    phase = SimpleNamespace(obs=obs.view(1, 2, 3, 3), returns=returns.view(1, 2, 3), length=1)
-    means = ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=0.0), phase, args, silent(WORLD))
+    found, forward = [], agent.get_policy_and_values
+    monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: found.append(len(obs)) or forward(obs))
+    phase = SimpleNamespace(obs=obs.view(1, 8, 4, 3), returns=returns.view(1, 8, 4), length=1)
+    run = SimpleNamespace(world=World(torch.device("cpu")), show=lambda phase: None)
+    means = ppg.auxiliary_phase(agent, torch.optim.SGD(agent.parameters(), lr=0.0), phase, args, run)
+    assert found == sizes * args.e_aux
     for name in ("losses/aux/aux_value_loss", "losses/aux/real_value_loss"):
         assert means[name].item() == pytest.approx(expected[name].item())
-
-
-@pytest.mark.parametrize(("num_aux_rollouts", "num_aux_grad_accum", "sizes"), [(2, 1, [16, 8]), (1, 2, [8] * 3)])
-def test_rollouts_in_memory_at_a_time(num_aux_rollouts, num_aux_grad_accum, sizes, monkeypatch):
-    """Of 3 rollouts of 8 steps."""
-    args = ppg.Args(num_envs=3, num_steps=8, num_aux_rollouts=num_aux_rollouts, num_aux_grad_accum=num_aux_grad_accum)
-    agent, found = make_agent(ppg, ACTION_SPACES["discrete"], args), []
-    forward, optimizer = agent.get_policy_and_values, torch.optim.SGD(agent.parameters(), lr=0.01)
-    monkeypatch.setattr(agent, "get_policy_and_values", lambda obs: found.append(len(obs)) or forward(obs))
-    phase = SimpleNamespace(obs=torch.randn(1, 8, 3, 3), returns=torch.randn(1, 8, 3), length=1)
-    ppg.auxiliary_phase(agent, optimizer, phase, args, silent(WORLD))
-    assert found == sizes * args.e_aux
 
 
 def test_after_a_run_that_ends_in_mid_phase_the_next_phase_starts_empty(tmp_path, monkeypatch):
     """The end is an auxiliary phase, too: resumed with more steps, no rollout is trained on twice."""
     lengths, auxiliary_phase = [], ppg.auxiliary_phase
-
-    def spy(agent, optimizer, phase, *rest):
-        lengths.append(phase.length)
-        return auxiliary_phase(agent, optimizer, phase, *rest)
-
-    monkeypatch.setattr(ppg, "auxiliary_phase", spy)
+    monkeypatch.setattr(
+        ppg, "auxiliary_phase", lambda *given: lengths.append(given[2].length) or auxiliary_phase(*given)
+    )
     args = small_args(ppg, tmp_path, {"num_steps": 4, "n_pi": 4, "total_timesteps": 6 * 16})
     run_dir = ppg.main(args)
     ppg.main(replace(args, total_timesteps=11 * 16, resume=str(run_dir)))
