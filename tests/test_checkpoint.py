@@ -387,10 +387,11 @@ def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed, capsys)
 
 
 def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch, capsys):
-    """The command that resumes it works in any folder."""
+    """The command that resumes it works in any folder. An agent is loaded with a note, unless the script that made it
+    is named; scripts of other folders than ours must be."""
     monkeypatch.chdir(tmp_path)
     file, source, notes = tmp_path / "my.idea.py", Path(ppo.__file__).read_text(), []
-    for text in (source, source.replace("PPO", "My PPO")):
+    for text in (source, source.replace("nn.Tanh()", "nn.SiLU()")):
         file.write_text(text)
         script = load_script(str(file))
         monkeypatch.delitem(sys.modules, script.__name__)
@@ -404,6 +405,11 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     meta = read_json(path / "meta.json")
     first, unchanged, changed = (each["script_sha256"] for each in (meta, *meta["resumed"]))
     assert first == unchanged != changed
+    for named, layer in ((file, torch.nn.SiLU), (path / file.name, torch.nn.Tanh)):
+        assert isinstance(load_agent(path, script=named)[0].encoder[1], layer)
+        notes = capsys.readouterr().err
+        assert ("my.idea.py is not the script that made" in notes) == (named != file)
+        assert ("--script RUN/my.idea.py" in notes) == (named != file)
 
 
 def test_settings_of_all_kinds_come_back(tmp_path):

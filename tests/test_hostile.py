@@ -77,9 +77,6 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
     torch.save(model, stranger / "model.pt")
     with pytest.raises(InputError, match=r"plays 'CartPole-v1': leave --env-id evil:E-v0 out\.$"):
         load_agent(stranger, env_id="evil:E-v0")  # a flag is not ignored
-    torch.save(model | {"array": np.zeros(1)}, stranger / "model.pt")  # whose pickle calls functions of NumPy's
-    with pytest.raises(InputError, match="is damaged, or not a file of tensors and plain values"):
-        load_agent(stranger)
 
 
 @pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
