@@ -31,16 +31,7 @@ import helpers
 import impala
 import ppg
 import ppo
-from common import InputError, TrainingError
-from common.checkpoint import (
-    copy_leaf,
-    load_agent,
-    load_script,
-    newest_checkpoint,
-    read_archive,
-    runs_of,
-    write_archive,
-)
+from common import InputError, TrainingError, checkpoint
 from common.device import resolve_precision
 from common.learning import RewardNormalizer
 from common.procgen_env import ProcgenVectorEnv
@@ -236,7 +227,7 @@ def test_killed_actors_resume_with_nothing_counted_twice(tmp_path):
     with start(impala, game_args(impala, tmp_path / "runs", **settings), tmp_path) as process:
         process.wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoints/*.pt"))) >= 2)
     (path,) = (tmp_path / "runs").iterdir()
-    killed_at = newest_checkpoint(path)["step"]
+    killed_at = newest(path)["step"]
     resume(impala, path, **NEVER)
     rows = read_csv(path / "episodes.csv")
     steps, envs, lengths = np.array([[int(row[key]) for key in ("step", "env", "episodic_length")] for row in rows]).T
@@ -351,7 +342,7 @@ class Bomb:
         (ppo, {}, "its checkpoint does not fit this script", lambda saved: saved["parts"]["agent"].clear()),
         (ppg, {}, "the environments do not repeat: is another version of them installed?",
          lambda saved: saved["ranks"][0]["phase"]["actions"].bitwise_xor_(1)),
-        (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(step=Bomb())),
+        (ppo, {}, "it has no checkpoint that can be read: start a new run.", lambda saved: saved.update(step=Bomb())),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(format=saved["format"] - 1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(ranks=None)),
     ],
@@ -393,7 +384,7 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     file, source, notes = tmp_path / "my.idea.py", Path(ppo.__file__).read_text(), []
     for text in (source, source.replace("nn.Tanh()", "nn.SiLU()")):
         file.write_text(text)
-        script = load_script(str(file))
+        script = checkpoint.load_script(str(file))
         monkeypatch.delitem(sys.modules, script.__name__)
         if not notes:
             path = interrupted(script, 3, tmp_path / "runs")
@@ -406,7 +397,7 @@ def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch,
     first, unchanged, changed = (each["script_sha256"] for each in (meta, *meta["resumed"]))
     assert first == unchanged != changed
     for named, layer in ((file, torch.nn.SiLU), (path / file.name, torch.nn.Tanh)):
-        assert isinstance(load_agent(path, script=named)[0].encoder[1], layer)
+        assert isinstance(checkpoint.load_agent(path, script=named)[0].encoder[1], layer)
         notes = capsys.readouterr().err
         assert ("my.idea.py is not the script that made" in notes) == (named != file)
         assert ("--script RUN/my.idea.py" in notes) == (named != file)
@@ -423,7 +414,7 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     learning_rate:"""
     source = source.replace("import dataclass\n", "import dataclass, field\nfrom enum import Enum\n")
     (tmp_path / "idea.py").write_text(source.replace("\n    learning_rate:", added, 1))
-    script, runs = load_script(tmp_path / "idea.py"), tmp_path / "runs"
+    script, runs = checkpoint.load_script(tmp_path / "idea.py"), tmp_path / "runs"
     default = script.Args(**vars(make_args(ppo, runs, **NEVER, total_timesteps=96, resume="auto", precision=AUTO)))
     words = [*flags(default), *shlex.split("--sizes 8 4 2 --pair c/d 1e-3 --names x 'y z' --colour BLUE")]
     changed = parse(script.Args, words)
@@ -431,10 +422,10 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     for args in (default, changed):
         with stopping(script, "update", 2), pytest.raises(KeyboardInterrupt):
             script.main(args)
-        ((path, _),) = runs_of(args, os.path.relpath(script.__file__, ROOT))
+        ((path, _),) = checkpoint.runs_of(args, os.path.relpath(script.__file__, ROOT))
         assert parse(script.Args, ["--resume", str(path)]) == replace(args, resume=str(path))
         assert script.main(args) == path
-        assert load_agent(path, script=script.__file__)[1] == replace(args, resume=None)
+        assert checkpoint.load_agent(path, script=script.__file__)[1] == replace(args, resume=None)
         words = shlex.split(read_json(path / "meta.json")["command"])[2:]
         assert parse(script.Args, words) == replace(args, resume=None)
     for changes, words in (
@@ -466,22 +457,27 @@ def test_annealing_is_of_each_group_from_its_own_rate(script, tmp_path, monkeypa
         assert [group["lr"] for group in part["param_groups"]] == [rate * left for rate in initial]
 
 
-def test_numpy_in_the_state_of_a_part_comes_back(undisturbed, tmp_path, monkeypatch):
-    """As it was, and as it was when the checkpoint was copied. What no checkpoint can hold is refused at the start."""
+def test_any_plain_values_in_the_state_of_a_part_or_of_environments_come_back(undisturbed, tmp_path, monkeypatch):
+    """As they were, and as they were when the checkpoint was copied. PPG's phase is played again from such states. What
+    no checkpoint can hold is refused at the start."""
     names = ("returns", "count", "mean", "var")
     monkeypatch.setattr(RewardNormalizer, "state_dict", lambda part: {name: getattr(part, name) for name in names})
     monkeypatch.setattr(RewardNormalizer, "load_state_dict", lambda part, state: vars(part).update(state))
-    path = interrupted(ppo, 8, tmp_path / "runs", **NEVER | GAMES)
-    state = newest_checkpoint(path)["ranks"][0]["reward_normalizer"]
+    old = ProcgenVectorEnv.state_dict
+    more = {"nan": torch.tensor(math.nan), "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
+    some = itertools.cycle([{"set": {8, 0}}, {"set": {0, 8}}, {"set": {8, 0}}])  # equal, but for their order
+    monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [each | more | next(some) for each in old(envs)])
+    path = interrupted(ppg, 3, tmp_path / "runs", **NEVER | GAMES)
+    state = checkpoint.newest_checkpoint(path)["ranks"][0]["reward_normalizer"]
     assert [type(state[name]) for name in ("returns", "var")] == [np.ndarray, np.float64]
-    resume(ppo, path)
-    check_same_run(path, undisturbed(ppo))
+    resume(ppg, path)
+    check_same_run(path, undisturbed(ppg))
     kept = {"array": np.zeros(()), "number": np.float32(0.1), "set": {1}, "counter": Counter("a"), "none": None}
-    write_archive(path / "some.pt", {"format": 3, "copy": tree_map(copy_leaf, kept)})
-    found = read_archive(path / "some.pt", {})["copy"]
+    checkpoint.write_archive(path / "some.pt", {"format": 3, "copy": tree_map(checkpoint.copy_leaf, kept)})
+    found = checkpoint.read_archive(path / "some.pt", {})["copy"]
     assert [*map(type, found.values())] == [*map(type, kept.values())]
     assert found == kept
-    assert tree_map(copy_leaf, kept)["set"] is not kept["set"]
+    assert tree_map(checkpoint.copy_leaf, kept)["set"] is not kept["set"]
     monkeypatch.setattr(RewardNormalizer, "state_dict", lambda part: {"folder": path})
     with pytest.raises(InputError, match="a checkpoint cannot hold pathlib"):
         ppo.main(make_args(ppo, tmp_path / "refused"))
@@ -540,19 +536,15 @@ def test_levels_chosen_from_outside(tmp_path, monkeypatch):
     assert {row["level_seed"] for row in read_csv(path / "episodes.csv")} & {"32", "33", "34", "35"}
 
 
-def test_no_run_to_go_on_with(tmp_path, capsys):
-    """None is there, or its checkpoints are gone: `auto` starts anew."""
-    nowhere = tmp_path / "nowhere"
-    with pytest.raises(InputError, match=f"^--resume {nowhere}: no run folder .* is there .No such file or directory"):
-        ppo.main(make_args(ppo, tmp_path, resume=str(nowhere)))
-    with pytest.raises(InputError, match=f"^--resume {nowhere}: no run folder with a readable args.json is there"):
-        parse(ppo.Args, ["--resume", str(nowhere)])
-    path = interrupted(ppo, 1, tmp_path)
-    shutil.rmtree(path / "checkpoints")
-    with pytest.raises(InputError, match="it has no checkpoint that can be read: start a new run"):
-        resume(ppo, path)
-    assert ppo.main(make_args(ppo, tmp_path, resume="auto")) != path
-    assert f"passes {path} over" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nowhere", "No such file or directory"), ("x" * 300, "File name too long")]
+)
+def test_no_run_to_go_on_with(name, reason, tmp_path):
+    path = tmp_path / name
+    with pytest.raises(InputError, match=f"^--resume {path}: no run folder .* is there .{reason}"):
+        ppo.main(make_args(ppo, tmp_path, resume=str(path)))
+    with pytest.raises(InputError, match=f"^--resume {path}: no run folder with a readable args.json is there"):
+        parse(ppo.Args, ["--resume", str(path)])
 
 
 def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, undisturbed, capsys):
@@ -565,26 +557,29 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
         ("ranks", "meta.json", {"ranks": 2}),
         ("older", "meta.json", {"started": "2000-01-01T00:00:00Z"}),
         ("in-use", "meta.json", {}),
+        ("no-checkpoint", "meta.json", {}),
     ):
         copy = Path(shutil.copytree(path, runs / name))
         for each, values in (("meta.json", {"started": "2100-01-01T00:00:00Z"}), (file, change)):
             (copy / each).write_text(json.dumps(read_json(copy / each) | values))
+    shutil.rmtree(runs / "no-checkpoint/checkpoints")
     (runs / "broken").mkdir()
     (runs / "broken/args.json").write_text("{")
     args = game_args(ppg, runs, resume="auto", precision=AUTO)
     with helpers.in_use(runs / "in-use"):
         assert ppg.main(args) == path
-    assert f"passes {runs / 'in-use'} over" in capsys.readouterr().err
+    notes = capsys.readouterr().err
+    assert all(f"passes {runs / name} over" in notes for name in ("in-use", "no-checkpoint"))
     check_same_run(path, undisturbed(ppg))
-    assert path in [each for each, _ in runs_of(args, "ppg.py")]
-    assert runs_of(replace(args, eval_interval=100), "ppg.py") == []  # it has no evaluations
+    assert path in [each for each, _ in checkpoint.runs_of(args, "ppg.py")]
+    assert checkpoint.runs_of(replace(args, eval_interval=100), "ppg.py") == []  # it has no evaluations
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
     """A flipped bit may pass where it has no meaning, as between the records of the archive."""
     path = run_copy(ppo)
     newest_file, older = checkpoints(path)
-    data, good, rng, skipped = newest_file.read_bytes(), newest_checkpoint(path), random.Random(0), 0
+    data, good, rng, skipped = newest_file.read_bytes(), checkpoint.newest_checkpoint(path), random.Random(0), 0
     places = [rng.randrange(i * len(data) // 50, (i + 1) * len(data) // 50) for i in range(50)]
     cases = [data[:place] for place in places]
     places.append(data.rindex(b"PK\1\2") + 38)  # a folder, to PyTorch an empty tensor
@@ -592,7 +587,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
     capsys.readouterr()
     for damaged in cases:
         newest_file.write_bytes(damaged)
-        found = newest_checkpoint(path)
+        found = checkpoint.newest_checkpoint(path)
         if warning := capsys.readouterr().err:
             skipped += 1
             assert found["step"] == int(older.stem)
@@ -600,14 +595,6 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
         else:
             assert same(found, good)
     assert skipped > 90
-
-
-def test_a_phase_of_environments_whose_states_are_any_plain_values(tmp_path, monkeypatch):
-    old = ProcgenVectorEnv.state_dict
-    more = {"nan": torch.tensor(math.nan), "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
-    some = itertools.cycle([{"set": {8, 0}}, {"set": {0, 8}}, {"set": {8, 0}}])  # equal, but for their order
-    monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [each | more | next(some) for each in old(envs)])
-    resume(ppg, interrupted(ppg, 3, tmp_path, **NEVER | GAMES))
 
 
 def test_ppg_from_an_agent_without_an_auxiliary_head_starts_it_as_the_value_head(run_copy, tmp_path):
@@ -634,14 +621,8 @@ def small_disk(tmp_path):
 
 def test_disk_full_for_a_checkpoint(undisturbed, tmp_path, capsys):
     """Training goes on without; when there is room again, so are there checkpoints."""
-    calls = []
-
-    def fill(content):
-        calls.append(content)
-        if len(calls) in (3, 4):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with before_saving(fill):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with before_saving(mock.Mock(side_effect=itertools.chain([None, None, full, full], itertools.repeat(None)))):
         path = ppo.main(game_args(ppo, tmp_path))
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2
@@ -665,30 +646,26 @@ def test_disk_full_for_the_logs(script, small_disk, tmp_path):
     assert error.startswith(f"error: nothing can be logged in {path} (No space left on device): the run stops; ")
     assert f"--resume {path}" in error
     ballast.unlink()
-    resume(script, path, total_timesteps=newest_checkpoint(path)["step"] + 64)
+    resume(script, path, total_timesteps=newest(path)["step"] + 64)
     steps = [point for point, _ in read_scalars(path)["losses/entropy"]]
     assert steps == sorted(set(steps))
     assert len(steps) >= 2
 
 
 @ALL
-@pytest.mark.parametrize(("what", "value"), [("observation", np.nan), ("reward", np.inf), ("last observation", np.nan)])
-def test_environments_that_give_nan(script, what, value, tmp_path, monkeypatch):
-    monkeypatch.setattr(SpoiltEnv, "spoilt", (what, value))
-    words = f"^an? {what} of the environments is NaN or infinite: the run stops; its last good model is .*; resume with"
+@pytest.mark.parametrize("what", ["first observation", "observation", "reward", "last observation"])
+def test_environments_that_give_nan(script, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(SpoiltEnv, "spoilt", (what, np.inf if what == "reward" else np.nan))
+    words = f"^an? {what.removeprefix('first ')} of the environments is NaN or infinite"
+    words += "$" if what == "first observation" else ": the run stops; its last good model is .*; resume with"
     with pytest.raises(TrainingError, match=words):
         script.main(make_args(script, tmp_path, env_id="TestSpoilt-v0", total_timesteps=10**6))
+    if what == "first observation":
+        assert not list(tmp_path.iterdir())
+        return
     (path,) = tmp_path.iterdir()
     assert newest(path)["step"] >= 64
     assert all(parameter.isfinite().all() for parameter in newest(path)["parts"]["agent"].values())
-
-
-@ALL
-def test_nan_in_the_first_observation(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(SpoiltEnv, "spoilt", ("first observation", np.nan))
-    with pytest.raises(TrainingError, match=r"^an observation of the environments is NaN or infinite$"):
-        script.main(make_args(script, tmp_path, env_id="TestSpoilt-v0"))
-    assert list(tmp_path.iterdir()) == []
 
 
 @ALL

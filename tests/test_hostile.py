@@ -100,12 +100,6 @@ def test_a_pipe_is_not_waited_for(name, stranger):
             load_agent(stranger)
 
 
-def test_a_name_that_no_file_can_have():
-    for attempt in (load_agent, resume):
-        with pytest.raises(InputError, match=r"cannot be read|no run folder"):
-            attempt("x" * 300)
-
-
 def test_writers_of_one_folder_do_not_meet(tmp_path, monkeypatch):
     sync = os.fsync
 
