@@ -703,6 +703,7 @@ def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     assert meta["finished"]
     assert resumed_at(path) == [224]
     assert meta["command"] == command(script.Args(**settings), f"{script.__name__}.py")
+    assert torch.backends.cudnn.deterministic == settings["torch_deterministic"]
 
 
 def print_megabytes(name, args):
