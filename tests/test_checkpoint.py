@@ -360,23 +360,6 @@ def test_what_would_be_another_run_is_refused(script, changes, words, change, ru
     assert files_of(path) == before
 
 
-def test_what_is_damaged_or_not_of_this_run_stays(run_copy, undisturbed, capsys):
-    """A log without rows may be gone."""
-    path = run_copy(ppo)
-    newest_file, _ = checkpoints(path)
-    backup, notes = newest_file.with_name(f"{newest_file.stem}-backup.pt"), path / "notes.csv"
-    shutil.copy(newest_file, backup)
-    notes.write_text("not of this run")
-    newest_file.write_bytes(newest_file.read_bytes()[:-100])
-    (path / "eval.csv").unlink()
-    before = files_of(path)
-    resume(ppo, path)
-    assert [file.read_bytes() for file in (backup, notes)] == [before[file] for file in (backup, notes)]
-    assert newest_file.with_suffix(".damaged").read_bytes() == before[newest_file]
-    assert "eval.csv" not in capsys.readouterr().err
-    check_same_run(path, undisturbed(ppo))
-
-
 def test_a_changed_script_is_named_and_the_first_one_kept(tmp_path, monkeypatch, capsys):
     """The command that resumes it works in any folder. An agent is loaded with a note, unless the script that made it
     is named; scripts of other folders than ours must be."""
@@ -536,15 +519,13 @@ def test_levels_chosen_from_outside(tmp_path, monkeypatch):
     assert {row["level_seed"] for row in read_csv(path / "episodes.csv")} & {"32", "33", "34", "35"}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("nowhere", "No such file or directory"), ("x" * 300, "File name too long")]
-)
-def test_no_run_to_go_on_with(name, reason, tmp_path):
-    path = tmp_path / name
-    with pytest.raises(InputError, match=f"^--resume {path}: no run folder .* is there .{reason}"):
-        ppo.main(make_args(ppo, tmp_path, resume=str(path)))
-    with pytest.raises(InputError, match=f"^--resume {path}: no run folder with a readable args.json is there"):
-        parse(ppo.Args, ["--resume", str(path)])
+def test_no_run_to_go_on_with(tmp_path):
+    for name, reason in {"nowhere": "No such file or directory", "x" * 300: "File name too long"}.items():
+        place = f"^--resume {tmp_path / name}: no run folder"
+        with pytest.raises(InputError, match=f"{place} .* is there .{reason}"):
+            ppo.main(make_args(ppo, tmp_path, resume=str(tmp_path / name)))
+        with pytest.raises(InputError, match=f"{place} with a readable args.json is there"):
+            parse(ppo.Args, ["--resume", str(tmp_path / name)])
 
 
 def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, undisturbed, capsys):
@@ -575,8 +556,9 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     assert checkpoint.runs_of(replace(args, eval_interval=100), "ppg.py") == []  # it has no evaluations
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
-    """A flipped bit may pass where it has no meaning, as between the records of the archive."""
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbed, capsys):
+    """A flipped bit may pass where it has no meaning, as between the records of the archive. What is damaged or not of
+    this run stays; a log without rows may be gone."""
     path = run_copy(ppo)
     newest_file, older = checkpoints(path)
     data, good, rng, skipped = newest_file.read_bytes(), checkpoint.newest_checkpoint(path), random.Random(0), 0
@@ -595,6 +577,16 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, capsys):
         else:
             assert same(found, good)
     assert skipped > 90
+    backup, notes = newest_file.with_name(f"{newest_file.stem}-backup.pt"), path / "notes.csv"
+    backup.write_bytes(data)
+    notes.write_text("not of this run")
+    newest_file.write_bytes(data[:-100])
+    (path / "eval.csv").unlink()
+    resume(ppo, path)
+    assert (backup.read_bytes(), notes.read_text()) == (data, "not of this run")
+    assert newest_file.with_suffix(".damaged").read_bytes() == data[:-100]
+    assert "eval.csv" not in capsys.readouterr().err
+    check_same_run(path, undisturbed(ppo))
 
 
 def test_ppg_from_an_agent_without_an_auxiliary_head_starts_it_as_the_value_head(run_copy, tmp_path):
@@ -606,17 +598,6 @@ def test_ppg_from_an_agent_without_an_auxiliary_head_starts_it_as_the_value_head
     assert same(new, old | {f"aux_{name}": old[name] for name in ("value_head.weight", "value_head.bias")})
     with pytest.raises(InputError, match="nothing of its encoder fits this network: use the same flags"):
         ppo.main(make_args(ppo, tmp_path / "other", init_from=str(path), env_id="Pendulum-v1"))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", path], capture_output=True).returncode:
-        pytest.skip("only the superuser can mount a file system")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
 
 
 def test_disk_full_for_a_checkpoint(undisturbed, tmp_path, capsys):
@@ -631,18 +612,23 @@ def test_disk_full_for_a_checkpoint(undisturbed, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("script", [ppo, impala], ids=lambda script: script.__name__)
-def test_disk_full_for_the_logs(script, small_disk, tmp_path):
+def test_disk_full_for_the_logs(script, tmp_path, request):
     """The run stops with one message, and goes on from its last checkpoint when there is room again."""
-    ballast = small_disk / "ballast"
-    with start(script, game_args(script, small_disk / "runs", total_timesteps=10**6), tmp_path) as process:
-        process.wait_for(lambda: list(small_disk.glob("runs/*/checkpoints/*.pt")))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("only the superuser can mount a file system")
+    request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", disk], check=True))
+    ballast = disk / "ballast"
+    with start(script, game_args(script, disk / "runs", total_timesteps=10**6), tmp_path) as process:
+        process.wait_for(lambda: list(disk.glob("runs/*/checkpoints/*.pt")))
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
         assert process.wait(60) == 1
     *warnings, error = process.errors.splitlines()
     assert all(line.startswith("warning: no checkpoint at step") for line in warnings)
-    (path,) = (small_disk / "runs").iterdir()
+    (path,) = (disk / "runs").iterdir()
     assert error.startswith(f"error: nothing can be logged in {path} (No space left on device): the run stops; ")
     assert f"--resume {path}" in error
     ballast.unlink()
@@ -671,12 +657,11 @@ def test_environments_that_give_nan(script, what, tmp_path, monkeypatch):
 @ALL
 def test_nan_in_a_parameter_leaves_a_checkpoint(script, tmp_path, monkeypatch):
     """Metrics say nothing of the last step that their optimizer made. (NaN in a metric: tests/test_bad_input.py.)"""
-    update, calls = script.update, []
+    update, calls = script.update, itertools.count(1)
 
     def spoil(agent, *rest):
         metrics = update(agent, *rest)
-        calls.append(None)
-        if len(calls) == 8:
+        if next(calls) == 8:
             agent.policy_head.linear.bias.detach().fill_(np.nan)
         return metrics
 

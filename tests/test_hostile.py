@@ -30,8 +30,6 @@ from common.settings import parse
 from conftest import CountEnv, SpoiltEnv
 from helpers import flags, newest, read_csv, read_json, small_args
 
-EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
-
 
 def make_args(runs, **settings):
     return small_args(ppo, runs, {"num_steps": 16}, **{"total_timesteps": 192, "checkpoint_interval": 0.0} | settings)
@@ -46,7 +44,7 @@ def finished(tmp_path_factory):
 def stranger(finished, tmp_path):
     """A run folder from elsewhere, with a module of its own."""
     path = Path(shutil.copytree(finished, tmp_path / "stranger"))
-    (path / "evil.py").write_text(EVIL)
+    (path / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     return path
 
 
@@ -137,7 +135,7 @@ def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
     assert not list(stranger.rglob(".tmp*"))
 
 
-def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
+def test_tracking_may_fail_and_goes_on_only_if_the_user_says_so(stranger, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.UsageError("no login")))
     before = {file: file.read_bytes() for file in stranger.rglob("*") if file.is_file()}
     with pytest.raises(InputError, match="no login"):
@@ -159,9 +157,6 @@ def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
     answered.set()
     assert time.monotonic() - began < 30
     assert "warning: Weights & Biases has not got all of the run: TimeoutError" in capsys.readouterr().err
-
-
-def test_a_tracked_run_is_tracked_further_only_if_its_user_says_so(stranger, capsys):
     settings = read_json(stranger / "args.json") | {"track": True, "wandb_entity": "stranger"}
     (stranger / "args.json").write_text(json.dumps(settings))
     assert not parse(ppo.Args, ["--resume", str(stranger)]).track
