@@ -152,6 +152,7 @@ def test_all_ranks_have_the_settings_of_rank_zero(whole, tmp_path):
     """But for those of the machine; and only rank zero films and tracks. Started again without --resume, because they
     have died before they had a folder, they begin a new run."""
     older = Path(shutil.copytree(whole("ppo"), tmp_path / "runs/older"))
+    (older / "meta.json").write_text(json.dumps(read_json(older / "meta.json") | {"finished": None}))
     two = Ranks(tmp_path, 2)
     two.starts = 1
     two.run(
