@@ -204,7 +204,7 @@ def test_killed_run_is_the_same_run(script, kills, undisturbed, tmp_path):
         resume(script, path)
     assert resumed_at(path)
     check_same_run(path, reference)
-    assert not list(path.rglob("*.tmp"))
+    assert not list(path.rglob(".tmp-*"))
     assert len(list((path / "checkpoints").iterdir())) == 2
 
 
