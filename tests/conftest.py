@@ -103,6 +103,16 @@ class CrashEnv(CountEnv):
         return 1.0
 
 
+class HangEnv(CountEnv):
+    """Never comes back from its 20th step."""
+
+    def reward(self, action):
+        if self.count == 19:
+            print("hangs", flush=True)
+            threading.Event().wait()
+        return 1.0
+
+
 class StuckEnv(CountEnv):
     """Cannot be closed, and has a thread that does not end."""
 
@@ -163,5 +173,5 @@ def small_networks():
 
 
 limits = {CountEnv: 5, StuckEnv: 5, SpoiltEnv: 30, BitsEnv: 10}
-for kind, limit in (dict.fromkeys([LuckEnv, ArmEnv, PushEnv, CrashEnv]) | limits).items():
+for kind, limit in (dict.fromkeys([LuckEnv, ArmEnv, PushEnv, CrashEnv, HangEnv]) | limits).items():
     gym.register(f"Test{kind.__name__.removesuffix('Env')}-v0", kind, max_episode_steps=limit)

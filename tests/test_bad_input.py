@@ -166,24 +166,28 @@ def test_command_line_failed_run(script, env_id, tmp_path):
 def print_much(stream, end):
     reader, pipe = os.pipe()
     os.close(reader)
+    sys.stdout.reconfigure(encoding="ascii")
+    places = {"pipe": pipe, "full": os.open("/dev/full", os.O_WRONLY)}
     for descriptor in (1, 2):
-        os.dup2(pipe if stream == "pipe" else os.open("/dev/full", os.O_WRONLY), descriptor)
+        os.dup2(places.get(stream, descriptor), descriptor)
     if stream == "closed":
         sys.stdout = sys.stderr = None
     with one_line_errors():
         for each in (sys.stdout, sys.stderr):
             for size in (1, 10_000):  # which fail in the flush, and in the write
-                print("a" * size, file=each, flush=True)
+                print("ä" * size, file=each, flush=True)
         if end is not None:
             raise end
 
 
-@pytest.mark.parametrize("stream", ["pipe", "full", "closed"])
+@pytest.mark.parametrize("stream", ["ascii", "pipe", "full", "closed"])
 @pytest.mark.parametrize(("end", "code"), [(None, 0), (TrainingError(), 1), (KeyboardInterrupt(), 130)], ids=str)
 def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stream, end, code, tmp_path):
-    """A reader that has gone (`| head -1`), a full disk, a stream that was closed before (`2>&-`)."""
+    """A terminal without the letters of a folder's name, a reader that has gone (`| head -1`), a full disk, a stream
+    that was closed before (`2>&-`)."""
     with fast.Fork(tmp_path, print_much, stream, end) as process:
         assert process.wait() == code
+    assert process.output.count(r"\xe4") == (10_001 if stream == "ascii" else 0)
 
 
 PRINTS = """from common.session import one_line_errors

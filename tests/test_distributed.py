@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,15 +51,12 @@ def test_two_ranks_learn_what_one_process_does_from_the_joined_batch(case, learn
     assert torch.equal(learnt[0][case], learnt[1][case])
 
 
-def test_rewards_are_scaled_by_the_returns_of_all_ranks(learnt):
+def test_rewards_are_scaled_by_the_returns_of_all_ranks_and_metrics_averaged_over_those_that_have_them(learnt):
     rewards = np.random.default_rng(0).normal(size=(2, ranks.T, ranks.N))
     normalizer = RewardNormalizer(ranks.N, 0.9)
     joined = np.stack([normalizer(each, np.zeros((ranks.T, ranks.N))) for each in rewards])
     for rank, found in enumerate(learnt):
         np.testing.assert_allclose(found["scaled"], joined[..., ranks.OF_RANK[2][rank]], rtol=1e-6)
-
-
-def test_metrics_are_averaged_by_name_over_the_ranks_that_have_them(learnt):
     means = {"losses/both": 0.5, "charts/first": 3.0, "charts/second": 4.0, "losses/other": 5.0}
     assert [found["means"] for found in learnt] == [means, means]
 
@@ -127,14 +125,6 @@ def test_torchrun_starts_them_again(whole, tmp_path):
     check_same_run(path, whole("ppo"))
 
 
-def test_without_resume_they_begin_a_new_run(whole, tmp_path):
-    shutil.copytree(whole("ppo"), tmp_path / "runs/older")
-    two = Ranks(tmp_path, 2)
-    two.starts = 1  # they have died before they had a folder
-    two.run(ranks.train, tmp_path, settings_of("ppo", tmp_path / "runs"))
-    assert len(list((tmp_path / "runs").iterdir())) == 2
-
-
 def test_sigterm_and_resume(tmp_path):
     runs = tmp_path / "runs"
     settings = settings_of("ppo", runs, total_timesteps=10**6)
@@ -159,10 +149,16 @@ def test_sigterm_and_resume(tmp_path):
 
 
 def test_all_ranks_have_the_settings_of_rank_zero(whole, tmp_path):
-    """But for those of the machine; and only rank zero films and tracks."""
-    settings = settings_of("ppo", tmp_path / "runs", on_rank_1={"learning_rate": 0.1, "gamma": 0.5})
-    Ranks(tmp_path, 2).run(ranks.train, tmp_path, settings)
-    (path,) = (tmp_path / "runs").iterdir()
+    """But for those of the machine; and only rank zero films and tracks. Started again without --resume, because they
+    have died before they had a folder, they begin a new run."""
+    older = Path(shutil.copytree(whole("ppo"), tmp_path / "runs/older"))
+    (older / "meta.json").write_text(json.dumps(read_json(older / "meta.json") | {"finished": None}))
+    two = Ranks(tmp_path, 2)
+    two.starts = 1
+    two.run(
+        ranks.train, tmp_path, settings_of("ppo", tmp_path / "runs", on_rank_1={"learning_rate": 0.1, "gamma": 0.5})
+    )
+    (path,) = {*(tmp_path / "runs").iterdir()} - {older}
     check_same_run(path, whole("ppo"))
     shared, own = ppo.Args(gamma=0.5, capture_video=True, track=True, device="cuda"), ppo.Args(gamma=0.7, num_threads=9)
     rank_1 = SimpleNamespace(rank=1, broadcast=lambda args: shared)

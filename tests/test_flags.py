@@ -4,10 +4,9 @@ import dataclasses
 import functools
 
 import pytest
-import torch
 
-import ppo
 from helpers import ALL, SCRIPTS, parameters, small_args
+from test_checkpoint import same
 
 # Of runs this short everything is deterministic, IMPALA's with its actors in the learner's thread.
 SMALL = {"num_steps": 8, "total_timesteps": 128, "learning_rate": 0.01, "n_pi": 4, "e_aux": 2}
@@ -57,18 +56,7 @@ def test_no_flag_is_ignored(script, flag, base, tmp_path):
     """It could not fail if runs of the same flags differed: test_evaluation holds that they do not."""
     needed = {name: value for name, value in NEEDED.get(flag, {}).items() if hasattr(script.Args, name)}
     before, after = base(script, **needed), learnt(script, tmp_path, **needed | {flag: OTHERS[flag]})
-    same = before.keys() == after.keys() and all(
-        before[part].shape == after[part].shape and torch.equal(before[part], after[part]) for part in before
-    )
-    assert not same
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_name_and_kernels(deterministic, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", not deterministic)
-    learnt(ppo, tmp_path, exp_name="an-idea", torch_deterministic=deterministic)
-    assert [path.name.startswith("CartPole-v1__an-idea__1__") for path in tmp_path.iterdir()] == [True]
-    assert torch.backends.cudnn.deterministic is deterministic
+    assert not same(before, after)
 
 
 @ALL

@@ -31,8 +31,6 @@ from common.settings import parse
 from conftest import CountEnv, SpoiltEnv
 from helpers import flags, newest, read_csv, read_json, small_args
 
-EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
-
 
 def make_args(runs, **settings):
     return small_args(ppo, runs, {"num_steps": 16}, **{"total_timesteps": 192, "checkpoint_interval": 0.0} | settings)
@@ -47,7 +45,7 @@ def finished(tmp_path_factory):
 def stranger(finished, tmp_path):
     """A run folder from elsewhere, with a module of its own."""
     path = Path(shutil.copytree(finished, tmp_path / "stranger"))
-    (path / "evil.py").write_text(EVIL)
+    (path / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     return path
 
 
@@ -78,9 +76,6 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
     torch.save(model, stranger / "model.pt")
     with pytest.raises(InputError, match=r"plays 'CartPole-v1': leave --env-id evil:E-v0 out\.$"):
         load_agent(stranger, env_id="evil:E-v0")  # a flag is not ignored
-    torch.save(model | {"array": np.zeros(1)}, stranger / "model.pt")  # whose pickle calls functions of NumPy's
-    with pytest.raises(InputError, match="is damaged, or not a file of tensors and plain values"):
-        load_agent(stranger)
 
 
 @pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
@@ -102,12 +97,6 @@ def test_a_pipe_is_not_waited_for(name, stranger):
     if name == "model.pt":
         with pytest.raises(InputError, match="is no file"):
             load_agent(stranger)
-
-
-def test_a_name_that_no_file_can_have():
-    for attempt in (load_agent, resume):
-        with pytest.raises(InputError, match=r"cannot be read|no run folder"):
-            attempt("x" * 300)
 
 
 def test_writers_of_one_folder_do_not_meet(tmp_path, monkeypatch):
@@ -147,7 +136,7 @@ def test_rows_that_are_lost_are_named_at_each_resume(stranger, capsys):
     assert not list(stranger.rglob(".tmp*"))
 
 
-def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
+def test_tracking_may_fail_and_goes_on_only_if_the_user_says_so(stranger, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.UsageError("no login")))
     before = {file: file.read_bytes() for file in stranger.rglob("*") if file.is_file()}
     with pytest.raises(InputError, match="no login"):
@@ -169,9 +158,6 @@ def test_tracking_may_fail(stranger, tmp_path, monkeypatch, capsys):
     answered.set()
     assert time.monotonic() - began < 30
     assert "warning: Weights & Biases has not got all of the run: TimeoutError" in capsys.readouterr().err
-
-
-def test_a_tracked_run_is_tracked_further_only_if_its_user_says_so(stranger, capsys):
     settings = read_json(stranger / "args.json") | {"track": True, "wandb_entity": "stranger"}
     (stranger / "args.json").write_text(json.dumps(settings))
     assert not parse(ppo.Args, ["--resume", str(stranger)]).track
@@ -253,11 +239,3 @@ def test_ctrl_c_while_pytorch_is_imported():
         process.send_signal(signal.SIGINT)
         assert process.communicate() == ("", "stopped by Ctrl-C\n")
     assert process.returncode == -signal.SIGINT
-
-
-def test_text_that_the_terminal_cannot_show(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "läufe")
-    words = ["ppo.py", "--resume", str(tmp_path / "läufe"), "--total-timesteps=320"]
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "CXX": "false"}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
-    assert (done.returncode, "l\\xe4ufe" in done.stdout) == (0, True), done.stderr

@@ -8,7 +8,6 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,6 @@ import impala
 from common.learning import action_dist
 from common.run import ROOT
 from common.session import Session
-from conftest import CountEnv
 from fast import Fork, run_script
 from helpers import evaluate, flags, level_seeds, read_csv, read_scalars, small_args, wait_until
 
@@ -60,7 +58,7 @@ def copies(monkeypatch):
 
 def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkeypatch):
     """Not by half of an update, nor by two policies: its probabilities are those of the version that it names."""
-    seen, update = [], impala.update
+    seen, update, take = [], impala.update, impala.ActorThreads.take
 
     def slow_update(agent, *rest):
         bias = agent.policy_head.linear.bias.data
@@ -69,14 +67,13 @@ def test_every_unroll_is_played_by_one_published_policy(copies, tmp_path, monkey
         bias[0] -= 5
         return update(agent, *rest)
 
-    class Recorded(impala.ActorThreads):
-        def take(self, *arguments):
-            batch = super().take(*arguments)
-            seen.extend(batch)
-            return batch
+    def recorded(*arguments):
+        batch = take(*arguments)
+        seen.extend(batch)
+        return batch
 
     monkeypatch.setattr(impala, "update", slow_update)
-    monkeypatch.setattr(impala, "ActorThreads", Recorded)
+    monkeypatch.setattr(impala.ActorThreads, "take", recorded)
     args = short_args(tmp_path, num_actors=2, learning_rate=0.01, use_lstm=True, total_timesteps=20 * 32)
     impala.main(args)
     assert len(copies) == 21
@@ -156,25 +153,10 @@ def test_every_episode_is_counted_once(tmp_path):
     assert args.total_timesteps - 4 * 19 <= sum(int(row["episodic_length"]) for row in rows) <= args.total_timesteps
 
 
-class HangEnv(CountEnv):
-    """Never comes back from its 20th step."""
-
-    def step(self, action):
-        if self.count == 19:
-            print("hangs", flush=True)
-            threading.Event().wait()
-        return super().step(action)
-
-
-def run_hanging(words):
-    gym.register("TestHang-v0", HangEnv)
-    run_script("impala", words)
-
-
 def test_a_signal_ends_a_run_whose_actor_hangs(tmp_path):
     sizes = {"num_envs": 2, "num_steps": 4, "batch_size": 2, "total_timesteps": 10**6, "log_interval": 1}
     args = short_args(tmp_path / "runs", env_id="TestHang-v0", checkpoint_interval=0.0, **sizes)
-    with Fork(tmp_path, run_hanging, flags(args)) as process:
+    with Fork(tmp_path, run_script, "impala", flags(args)) as process:
         process.wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/*32.pt")))  # after 4 updates of 8 steps
         process.wait_for(lambda: "hangs" in process.output)
         process.send(signal.SIGINT)

@@ -76,10 +76,6 @@ def test_help(script, monkeypatch, capsys):
         assert re.sub(r"\s", "", text) in content, field.name
 
 
-def test_another_projects_name_of_a_flag():
-    assert parse(impala.Args, ["--seed", "3", "--baseline-coef", "0.7"]) == impala.Args(seed=3, vf_coef=0.7)
-
-
 def test_dropped_steps_do_not_slow_a_stopped_run(tmp_path, monkeypatch, capsys):
     def wait_in_vain(*args):
         time.sleep(1)
@@ -91,8 +87,10 @@ def test_dropped_steps_do_not_slow_a_stopped_run(tmp_path, monkeypatch, capsys):
     assert "stopped: 0 steps in 0:00:00 (0 steps/s), 0 episodes" in capsys.readouterr().out
 
 
-def test_presets_are_defaults(tmp_path):
-    """Flags before and after a preset win, and the command repeats a run."""
+def test_presets_are_defaults(tmp_path, capsys):
+    """Flags before and after a preset win, and the command repeats a run. What a preset is not is told. Another
+    project's name of a flag is known."""
+    assert parse(impala.Args, ["--seed", "3", "--baseline-coef", "0.7"]) == impala.Args(seed=3, vf_coef=0.7)
     paper = preset_args(impala.Args, "paper", learning_rate=1e-3)
     for words in ("--preset paper --learning-rate 1e-3", "--learning-rate=1e-3 --preset=paper"):
         assert parse(impala.Args, words.split()) == paper
@@ -112,9 +110,6 @@ def test_presets_are_defaults(tmp_path):
     (tmp_path / "args.json").write_text('{"num_envs": null}')
     with pytest.raises(InputError, match="was made by a script with other flags"):
         parse(impala.Args, ["--resume", str(tmp_path)])
-
-
-def test_what_a_preset_is_not_is_told(tmp_path, capsys):
     own = {"env_id": "CartPole-v1", "total_timesteps": 16, "device": "cpu", "runs_dir": str(tmp_path)}
     own |= {"num_actors": 0, "num_envs": 4, "batch_size": 4, "num_steps": 4}
     impala.main(preset_args(impala.Args, "paper", **own, exp_name="mine"))
