@@ -51,7 +51,7 @@ def read(script: str) -> str:
     return (fast.ROOT / f"{script}.py").read_text()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forks(tmp_path, monkeypatch):
     """check_copy forks what it runs, and evaluates in this process."""
 
@@ -76,7 +76,6 @@ def forks(tmp_path, monkeypatch):
     monkeypatch.setattr(check_copy, "do", do)
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("name", IDEAS)
 def test_an_idea_changes_few_lines_and_keeps_the_promises_of_a_script(name, tmp_path, capsys):
     script, most = IDEAS[name]
@@ -103,7 +102,6 @@ DEFECTS = {  # a part of ppg.py, what takes its place, and what is said of it
 }
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("promise", DEFECTS)
 def test_a_broken_promise_is_found(promise, tmp_path, capsys):
     old, new, reason = DEFECTS[promise]
