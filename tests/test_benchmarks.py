@@ -1,7 +1,6 @@
 """The scripts in benchmarks/: collecting, measuring speed, and what a GPU has to show."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,35 +10,31 @@ import pytest
 
 import collect
 import gpu_check
-import ppo
 import readme
 import throughput
 from common import InputError, TrainingError
 from common.run import write_json
 from common.settings import read_json
-from fast import Fork, small_networks
-from helpers import read_csv, small_args
+from fast import Fork
+from helpers import read_csv
+from test_report import write_run
 
 
 def test_collect_copies_a_curve_and_its_origin(tmp_path):
-    sizes, place = {"num_steps": 2, "total_timesteps": 16}, "easy-200/ppo/maze/seed3.csv"
-    with small_networks():
-        args = small_args(ppo, tmp_path / "runs", sizes, env_id="maze", num_levels=200, seed=3)
-        run_dir = ppo.main(replace(args, eval_interval=8, eval_episodes=2))
-    shutil.rmtree(run_dir / "checkpoints")  # which would tell how many rows there were
+    words = f" --num-levels 200 --runs-dir {tmp_path / 'runs'}"
+    run_dir = write_run(tmp_path / "runs", "ppo", "maze", 3, 5.0, 16, words, num_levels=200, eval_interval=8)
     progress, meta, evaluations = (run_dir / name for name in ("progress.csv", "meta.json", "eval.csv"))
+    evaluations.write_text("step,policy,episodic_return,standard_error\n8,stochastic,1,1\n")
     curve, origin = progress.read_text(), meta.read_text()
-    part, killed = (
-        curve[: curve.index("16,")].replace("\n8,", "\n8,9"),
-        json.dumps(json.loads(origin) | {"finished": None}),
-    )
+    part = curve[: curve.index("9,")].replace("\n8,", "\n8,9")
+    killed = json.dumps(json.loads(origin) | {"finished": None})
 
     def collected(name, text=curve, its_origin=origin, **settings):
         """What the origin says after the run has been collected in this state."""
         progress.write_text(text)
         meta.write_text(its_origin)
         target = collect.collect(run_dir, tmp_path / name, **settings)
-        assert target == tmp_path / name / place
+        assert target == tmp_path / name / "easy-200/ppo/maze/seed3.csv"
         assert target.read_text() == text
         assert target.with_suffix(".eval.csv").read_text() == evaluations.read_text()
         return read_json(target.with_suffix(".meta.json"))
@@ -128,7 +123,7 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
 
 
 def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypatch, capsys):
-    """What a part has started ends with it; what has failed is tried again after the others."""
+    """What a part has started ends with it; what has failed is tried again after the others. A part may be killed."""
     done = f"open({str(tmp_path / 'done')!r}, 'a').write"
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     parts = {"resume a": child, "tests": f"{done}('t'); raise SystemExit('broken')", "speed b": f"{done}('s')"}
@@ -149,8 +144,5 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     assert state in ("", "Z")
     assert "left for another call: resume a, tests\n" in check(budget=1)  # the first part is always done
     assert (tmp_path / "done").read_text() == "ts"
-
-
-def test_a_process_is_killed_when_it_should_be(tmp_path):
-    code, log = "import time; print('begun', flush=True); time.sleep(30)", tmp_path / "log"
-    assert gpu_check.do([sys.executable, "-c", code], 60, log, lambda: "begun" in log.read_text()) == -signal.SIGKILL
+    words, log = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(30)"], tmp_path / "log"
+    assert gpu_check.do(words, 60, log, kill_when=lambda: "begun" in log.read_text()) == -signal.SIGKILL

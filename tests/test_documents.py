@@ -22,7 +22,6 @@ from helpers import SCRIPTS
 FOLDERS = ("benchmarks", "common", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def anchors(document: Path) -> set[str]:
@@ -68,7 +67,7 @@ def check_command(script: str, words: list[str]) -> None:
         module.make_jobs(replace(args, extra=words[split + 1 :]))
 
 
-@each_document
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere_and_commands_are_accepted(document):
     assert not broken_links(document)
     for script, *words in commands(document.read_text()):

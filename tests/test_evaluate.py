@@ -24,7 +24,6 @@ from common.evaluation import EVALUATION, HeldOut
 from common.run import ROOT, lock_folder
 from common.settings import flag
 from helpers import ALL, level_seeds, make_envs, read_csv, small_args
-from test_evaluation import episodes_with
 
 
 def train(script, runs_dir, env_id, **settings):
@@ -60,18 +59,10 @@ def test_figures_of_a_task_with_known_returns(script, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("small_networks")
-def test_two_games(tmp_path, monkeypatch):
-    """Figures of known returns; and a video whose grid cannot hold them."""
+def test_a_grid_that_games_cannot_share(tmp_path):
     run_dir = train(ppo, tmp_path, "coinrun,maze")
     with pytest.raises(InputError, match="--video-grid 3 1 cannot be shared by 2 games: use a multiple of 2"):
         figures_of(run_dir, video=tmp_path / "out.gif", video_grid=(3, 1))
-    returns = np.array([[0.0, 10], [5, 5], [10, 10], [5, 10]])  # rows 0 and 2 are coinrun's
-    monkeypatch.setattr(HeldOut, "play", lambda *args: episodes_with(returns))
-    figures = figures_of(run_dir, episodes=8, num_envs=4)
-    coinrun = [figures[f"coinrun {name}"] for name in ("mean", "standard error", "IQM", "normalised mean")]
-    assert coinrun == pytest.approx([7.5, 5 / 2, 10, 0.5])
-    assert (figures["maze mean"], figures["maze mean length"]) == (6.25, 7.25)
-    assert (figures["coinrun share of levels solved"], figures["maze share of levels solved"]) == (0.75, 0.25)
 
 
 def test_words_for_levels(bossfight, tmp_path):
@@ -87,6 +78,9 @@ def test_words_for_levels(bossfight, tmp_path):
     assert evaluate.levels_of(ppo.Args(num_levels=3, start_level=4), "unseen") == (2**31 - 1 - 7, 7, [])
     with pytest.raises(InputError, match="none is unseen: use --levels all"):
         evaluate.levels_of(ppo.Args(), "unseen")
+    for settings in ({"use_sequential_levels": True}, {"distribution_mode": "exploration"}):
+        with pytest.raises(InputError, match="need Procgen, one level an episode: leave them out"):
+            evaluate.Task(evaluate.Args(levels="3"), None, ppo.Args(env_id="maze", **settings), make_vec)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +109,19 @@ def test_levels_by_number(games, levels, num_envs, episodes, expected, count, tm
         assert float(row["level_complete"]) == np.mean([episode.level_complete for episode in own])
 
 
-def test_gap_between_training_and_held_out_levels(bossfight, tmp_path, monkeypatch):
-    """Of means over the episodes of levels; 4, 5 and 6 are the run's."""
-    returns = {3: (1, 3), 4: (0, 2), 5: (3, 3), 7: (2, 2), 8: (12, 4)}  # levels are solved above 1
-    played = [[Episode(0, each, 1, level, each > 1) for each in pair] for level, pair in returns.items()]
+def test_figures_and_gap_of_known_returns(bossfight, tmp_path, monkeypatch):
+    """The gap is of means over the episodes of levels; 4, 5 and 6 are the run's."""
+    returns = {3: (1, 3), 4: (0, 2), 5: (3, 3), 7: (1.5, 2.5), 8: (11, 5)}  # levels are solved above 1
+    played = [[Episode(0, each, each + 1, level, each > 1) for each in pair] for level, pair in returns.items()]
     monkeypatch.setattr(HeldOut, "play", lambda *args: played)
     table = tmp_path / "levels.csv"
     figures = figures_of(bossfight, levels="3-5,7-8", episodes=10, num_envs=5, per_level=table)
     found = [(row["level_seed"], row["training_level"], row["episodic_return"]) for row in read_csv(table)]
     assert found == [("3", "0", "2.0"), ("4", "1", "1.0"), ("5", "1", "3.0"), ("7", "0", "2.0"), ("8", "0", "8.0")]
+    means = [figures[f"bossfight {name}"] for name in ("mean", "IQM", "normalised mean", "mean length")]
+    assert means == pytest.approx([3.2, 15 / 6, 2.7 / 12.5, 4.2])
+    assert figures["bossfight standard error"] == pytest.approx(np.std(list(returns.values()), ddof=1) / 10**0.5)
+    assert figures["bossfight share of levels solved"] == 0.8
     gap, share = "bossfight gap", "bossfight gap in share of levels solved"
     assert {name: value for name, value in figures.items() if "gap" in name} == pytest.approx({
         gap: 2 - 4, f"{gap}, standard error": (2 / 2 + 12 / 3) ** 0.5,
@@ -198,13 +196,6 @@ def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=words):
         figures_of(**{"source": bossfight} | settings)
     assert not list(tmp_path.iterdir())
-
-
-def test_levels_that_cannot_be_told_apart():
-    for settings in ({"use_sequential_levels": True}, {"distribution_mode": "exploration"}):
-        run = ppo.Args(env_id="coinrun", **settings)
-        with pytest.raises(InputError, match="need Procgen, one level an episode: leave them out"):
-            evaluate.Task(evaluate.Args(levels="3"), None, run, make_vec)
 
 
 def test_readmes_code_lets_agents_act(bossfight, tmp_path):

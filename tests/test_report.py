@@ -36,11 +36,6 @@ def test_scores_count_every_episode_of_the_window():
     assert math.isnan(curves.score(curve, 9, window=20))  # before the first row
 
 
-def test_differences_of_means():
-    """By hand: of 3 and 2, with the variance of 1 of the second."""
-    assert curves.difference([3.0], [1.0, 2.0, 3.0]) == pytest.approx((1.0, -3.9684, 5.9684), abs=1e-3)
-
-
 def test_statistics_over_games_from_known_numbers():
     games = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([10.0, 10.0, 10.0, 30.0])]
     assert curves.mean_over_games(games) == (1.5 + 15) / 2
@@ -65,7 +60,9 @@ def test_bootstrap_intervals_hold_the_mean():
 
 
 @pytest.mark.filterwarnings("error")
-def test_verdicts():
+def test_differences_of_means_and_verdicts():
+    """By hand: of 3 and 2, with the variance of 1 of the second."""
+    assert curves.difference([3.0], [1.0, 2.0, 3.0]) == pytest.approx((1.0, -3.9684, 5.9684), abs=1e-3)
     published = [10.1, 9.9, 10.0]
     cases = {"matches": [10, 10.2, 10.1], "above": [12, 12.2, 12.1], "below": [8, 8.2, 8.1]}
     cases["inconclusive"] = [8, 12.2, 10]  # the interval holds 0, and nearly everything else
