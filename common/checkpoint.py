@@ -414,5 +414,5 @@ def load_script(script: Path | str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SystemExit as error:
-        raise ImportError(f"{path} ends the process ({error!r})") from error
+        raise ImportError(f"the script ends the process: {error!r}") from error
     return module

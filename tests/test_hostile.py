@@ -197,7 +197,9 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("close", [lambda _: sys.exit(0), lambda _: 1 / 0])
-def test_environments_that_change_or_end_the_process(close, tmp_path, monkeypatch, capsys):
+def test_environments_that_change_or_end_the_process(close, finished, tmp_path, monkeypatch, capsys):
+    """`finished` has imported all of PyTorch, some of which needs a working directory."""
+
     def vanish(_):  # when it is made, too
         os.chdir(tempfile.mkdtemp(dir=tmp_path))
         os.rmdir(os.getcwd())
@@ -215,10 +217,15 @@ def test_environments_that_change_or_end_the_process(close, tmp_path, monkeypatc
     with pytest.raises(InputError, match=r"something ends the process \(SystemExit\(0\)\)"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(CountEnv, "begin", lambda _: None)
-    with fast.Fork(tmp_path / "printed", ideas.run, [evaluate.__file__, str(path)]) as process:
-        assert process.wait() == 1
-    assert process.errors.endswith("error: something ends the process (SystemExit(0))\n")
+    for line, words in (
+        ("def make_envs(*_, **__): sys.exit(0)", "error: something ends the process (SystemExit(0))"),
+        ("raise SystemExit(0)", "(the script ends the process: SystemExit(0)): use its commit or script."),
+    ):
+        copy = tmp_path / f"{len(line)}.py"
+        copy.write_text(f"{Path(ppo.__file__).read_text()}import sys\n{line}\n")
+        with fast.Fork(tmp_path / "printed", ideas.run, [evaluate.__file__, str(path), f"--script={copy}"]) as process:
+            assert process.wait() in (1, 2)
+        assert process.errors.endswith(f"{words}\n")
 
 
 def test_a_signal_ends_a_run_whose_environments_cannot_be_closed(tmp_path):

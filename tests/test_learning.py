@@ -13,7 +13,7 @@ import ppg
 import ppo
 from common.device import World, resolve_precision
 from common.learning import micro_batches
-from helpers import ALL, evaluate
+from helpers import ALL, evaluate, parameters, small_args
 
 quick = pytest.mark.quick
 FRAMES, VECTORS = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Box(-1, 1, (5,), np.float32)
@@ -131,6 +131,18 @@ def test_precision(monkeypatch, capsys):
     for capability, expected in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert resolve_precision("auto", torch.device("cuda")) == expected
+
+
+def test_same_seed_same_run_in_bf16_on_two_threads(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    sizes = {"num_steps": 2, "total_timesteps": 16, "update_epochs": 1}
+    args = small_args(ppo, tmp_path, sizes, env_id="starpilot", feature_dim=16, num_threads=1, precision="bf16")
+    try:
+        a, b = (parameters(ppo.main(args)) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 # What a script's run needs, of the flags that it has, and the least mean return after it
