@@ -163,7 +163,7 @@ def test_command_line_failed_run(script, env_id, tmp_path):
     assert all(parameter.isfinite().all() for parameter in parameters(run_dir).values())
 
 
-def print_much(stream, end):
+def print_much(stream, end, *others):
     reader, pipe = os.pipe()
     os.close(reader)
     sys.stdout.reconfigure(encoding="ascii")
@@ -172,7 +172,7 @@ def print_much(stream, end):
         os.dup2(places.get(stream, descriptor), descriptor)
     if stream == "closed":
         sys.stdout = sys.stderr = None
-    with one_line_errors():
+    with one_line_errors(*others):
         for each in (sys.stdout, sys.stderr):
             for size in (1, 10_000):  # which fail in the flush, and in the write
                 print("ä" * size, file=each, flush=True)
@@ -188,6 +188,8 @@ def test_streams_that_take_no_more_neither_end_a_run_nor_hide_its_exit_code(stre
     with fast.Fork(tmp_path, print_much, stream, end) as process:
         assert process.wait() == code
     assert process.output.count(r"\xe4") == (10_001 if stream == "ascii" else 0)
+    with fast.Fork(tmp_path, print_much, stream, end, OSError) as process:  # a tool, whose result is what it prints
+        assert process.wait() == (1 if stream in ("pipe", "full") else code)
 
 
 PRINTS = """from common.session import one_line_errors

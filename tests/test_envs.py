@@ -297,6 +297,14 @@ def test_closed_environments_are_freed_at_once():
     assert [each() for each in freed] == [None, None]
 
 
+def test_done_flags_that_are_numbers_become_masks():
+    envs = procgen_envs("bossfight", 2)
+    obs, _ = envs.reset()
+    envs.env.step = lambda _: (obs, np.zeros(2), np.array([1, 0]), np.array([0, 1]), {})
+    _, _, terminations, truncations, _ = envs.step(np.zeros(2, int))
+    assert [terminations.tolist(), truncations.tolist()] == [[True, False], [False, True]]
+
+
 def test_videos_of_the_first_environment(tmp_path, monkeypatch):
     """Episodes 0, 1 and 8 are on the schedule, 2 to 7 are not; the numbers go on after a resume. A Ctrl-C that comes
     while a frame is encoded leaves a video with all frames."""
@@ -331,6 +339,12 @@ def test_videos_of_the_first_environment(tmp_path, monkeypatch):
     assert sorted(path.name for path in envs.video.folder.iterdir()) == [f"episode-{n}.mp4" for n in (0, 1, 8)]
     assert [path.name for path in other.video.folder.iterdir()] == ["episode-8.mp4"]
     assert len(read_video(other.video.folder / "episode-8.mp4")) == 2
+    odd = procgen_envs("dodgeball", 1, video=True)
+    odd.reset()
+    odd.video.folder, odd.video.env.render = tmp_path / "odd", lambda: [np.zeros((301, 401, 4), np.uint8)]
+    odd.step(np.zeros(1, int))
+    odd.close()
+    assert read_video(tmp_path / "odd" / "episode-0.mp4").shape == (1, 300, 400, 3)
     for episode in (0, 1):
         frames = read_video(tmp_path / "videos" / f"episode-{episode}.mp4")
         assert (frames.shape, frames.dtype) == ((lengths[episode], 256, 256, 3), np.uint8)

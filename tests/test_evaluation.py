@@ -11,7 +11,7 @@ from torch.distributions import Bernoulli, Beta, Categorical, Independent, Norma
 
 import impala
 import ppo
-from common.checkpoint import read_model
+from common.checkpoint import Checkpoints, read_model
 from common.envs import Episode
 from common.evaluation import RETURN_RANGES, DrawingFrom, Evaluator, HeldOut, normalized, share_episodes
 from common.procgen_env import PROCGEN_GAMES
@@ -226,7 +226,16 @@ def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
     returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of greedy actions, in turn
     monkeypatch.setattr(HeldOut, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
     settings = {"num_steps": 8, "total_timesteps": 3 * 32, "eval_interval": 32, "checkpoint_interval": 0.0}
+    write, steps = Checkpoints.write, []
+
+    def spied(checkpoints):  # a run that is killed has the best agent that its checkpoint knows of
+        path = checkpoints.run.path / "best.pt"
+        steps.append(read_model(path)["step"] if path.exists() else None)
+        write(checkpoints)
+
+    monkeypatch.setattr(Checkpoints, "write", spied)
     run_dir = ppo.main(small_args(ppo, tmp_path, {}, **settings | {"keep_checkpoints": 9}))
+    assert steps == [None, None, None, 32, 32, 64, 64, 64]
     assert [row["best"] for row in read_csv(run_dir / "eval.csv")] == ["1", "1", "1", "1", "0", "0"]
     best, then = read_model(run_dir / "best.pt"), read_model(run_dir / "checkpoints/000000000064.pt")
     assert best["step"] == 64

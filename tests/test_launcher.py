@@ -105,6 +105,20 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
             launcher.make_jobs(launcher.Args(scripts=(broken,)))
 
 
+def test_paths_are_those_of_the_users_folder_and_of_no_link(tmp_path, monkeypatch):
+    """A script beside a link to the folder of `common/` is another than the one beside that folder."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    shutil.copy(ROOT / "ppo.py", tmp_path / "real" / "idea.py")
+    monkeypatch.chdir(tmp_path)
+    (job,) = launcher.make_jobs(make_args("runs", algorithms=(), scripts=(Path("link/idea.py"),)))
+    assert job.command("runs")[0] == str(tmp_path / "real" / "idea.py")
+    monkeypatch.setattr(job, "command", lambda _: ["-c", "import os; print(os.getcwd())"], raising=False)
+    with Path("log").open("w") as file:
+        assert launcher.start(job, "cpu", make_args("runs"), file).wait() == 0
+    assert Path("log").read_text().endswith(f"\n{tmp_path}\n")
+
+
 @pytest.mark.parametrize(("mode", "levels", "steps"), [("easy", 200, 25e6), ("hard", 500, 200e6)])
 def test_protocols(mode, levels, steps):
     """The matrix has one seed of all first."""
@@ -169,7 +183,8 @@ def test_runs_are_made_once(tmp_path, in_process, capsys):
     meta.write_text(meta.read_text().replace('"script_sha256": "', '"script_sha256": "other'))
     launcher.main(make_args(tmp_path, seeds=2, dry_run=True))
     assert capsys.readouterr().out.count("# begun by another version of ppo.py") == 1
-    (folders[0] / "progress.csv").write_bytes(b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n")  # stops no other run
+    damaged = b"step,seconds,last_100_return\n\xff,\x00,b\n1,2\n64,nan,1\n"  # stops no other run
+    (folders[0] / "progress.csv").write_bytes(damaged)
     assert states(launcher.main(make_args(tmp_path, seeds=3))) == [("done", 0), ("done", 0), ("done", 1)]
     other = make_args(tmp_path, total_timesteps=384, dry_run=True)
     assert states(launcher.main(other)) == [("waiting", 0)]

@@ -41,6 +41,7 @@ def test_statistics_over_games_from_known_numbers():
     assert curves.mean_over_games(games) == (1.5 + 15) / 2
     assert curves.interquartile_mean(games) == (2 + 3 + 10 + 10) / 4  # without the two least and the two most of eight
     assert curves.mean_over_games([np.array([1.0]), np.array([2.0, 4.0])]) == 2  # a game is a game
+    assert curves.interquartile_mean([games[0], np.append(games[1], [50.0, 60.0])]) == (2 + 3 + 10 + 10) / 4
     assert math.isnan(curves.interquartile_mean([np.array([1.0]), np.array([2.0, 4.0])]))  # no quarter to leave out
     # By hand: of the nine pairs of the first game X wins five and ties one, of the second all.
     x, y = [np.array([1.0, 2, 3]), np.array([5.0])], [np.array([0.0, 2, 2.5]), np.array([1.0, 2])]
@@ -209,7 +210,7 @@ def test_damaged_files_are_named(tmp_path, made):
             made(results=tmp_path / "results")
 
 
-def test_runs_that_are_left_out_are_named(tmp_path, made):
+def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
     """Also where they are only collected. A seed that stopped early takes nothing from the comparison of the others."""
     runs = tmp_path / "runs"
     older = write_run(runs, "ppo", "maze", 1, 6.0)
@@ -241,6 +242,9 @@ def test_runs_that_are_left_out_are_named(tmp_path, made):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))
     text, _ = made(results=tmp_path / "results")
     assert "6.00 (n = 2: 6.00, 6.00)" in text  # collect.py keeps the first that it gets
+    monkeypatch.setattr(collect, "write_atomically", mock.Mock(side_effect=OSError("a full disk")))
+    with pytest.raises(OSError, match="a full disk"):  # no curve is cut
+        made(*run_dirs)
 
 
 def test_the_documents_are_what_the_report_makes(tmp_path, monkeypatch):
