@@ -302,6 +302,7 @@ def test_done_flags_that_are_numbers_become_masks():
     obs, _ = envs.reset()
     envs.env.step = lambda _: (obs, np.zeros(2), np.array([1, 0]), np.array([0, 1]), {})
     _, _, terminations, truncations, _ = envs.step(np.zeros(2, int))
+    assert terminations.dtype == truncations.dtype == bool
     assert [terminations.tolist(), truncations.tolist()] == [[True, False], [False, True]]
 
 
