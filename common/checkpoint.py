@@ -407,7 +407,7 @@ def load_script(script: Path | str) -> ModuleType:
     """The module of a script, by its path (from the repository's root); executed unless it has been imported before."""
     path = os.path.realpath(ROOT / script)
     for module in list(sys.modules.values()):
-        if os.path.realpath(getattr(module, "__file__", None) or "") == path:
+        if getattr(module, "__file__", None) == path:
             return module
     spec = spec_from_file_location(re.sub(r"\W", "_", str(script)), path)
     module = sys.modules[spec.name] = module_from_spec(spec)
