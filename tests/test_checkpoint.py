@@ -554,6 +554,10 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     check_same_run(path, undisturbed(ppg))
     assert path in [each for each, _ in checkpoint.runs_of(args, "ppg.py")]
     assert checkpoint.runs_of(replace(args, eval_interval=100), "ppg.py") == []  # it has no evaluations
+    shutil.rmtree(runs / "older")
+    there = [*runs.iterdir()]
+    with helpers.in_use(runs / "in-use"):
+        assert ppg.main(args) not in there  # none is left to go on with
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(run_copy, undisturbed, capsys):
