@@ -45,9 +45,10 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     curves.check_files(*folder.glob("*"))
     steps = bool(args.get("anneal_lr"))  # without, the number of steps changes none of them
     for neighbour in folder.glob("*.meta.json"):
-        theirs = str(read_json(neighbour).get("command"))
-        if flags := same_settings(meta["command"], steps) ^ same_settings(theirs, steps):
-            words = f"{run_dir} has other settings than {neighbour.relative_to(results)} ({', '.join(sorted(flags))})"
+        there = read_json(neighbour)
+        if flags := same_settings(meta["command"], steps) ^ same_settings(str(there.get("command")), steps):
+            other = there.get("run_dir", neighbour.relative_to(results))  # older curves do not have it
+            words = f"{run_dir} has other settings than {other} ({', '.join(sorted(flags))})"
             raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
     target = folder / f"seed{args['seed']}.csv"
     places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
@@ -55,8 +56,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
         texts = path.read_text() if path.exists() else "", logs.get(name, "")
         old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
         if not new.startswith(old):
-            other = f"of this seed, started {read_json(target.with_suffix('.meta.json')).get('started')}"
-            raise InputError(f"{run_dir} is left out: {path.relative_to(results)} holds another run {other}")
+            other = read_json(target.with_suffix(".meta.json")).get("run_dir", path.relative_to(results))
+            raise InputError(f"{run_dir} is left out: another run of this seed is there ({other})")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
         write_atomically(places[name], text.encode())
@@ -87,7 +88,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         if rows < had.get(name, 0):
             raise InputError(f"{run_dir / name} has {rows} rows up to step {at:,} where its checkpoint has {had[name]}")
     curve = curves.read(run_dir / "progress.csv", logs["progress.csv"])
-    meta |= {"seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
+    meta |= {"run_dir": run_dir.name, "seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
     if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row
         del meta["stopped_at"]
     elif logs.get("eval.csv", "").count("\n") < 2:  # it waits for its first evaluation

@@ -131,10 +131,8 @@ def mean_over_games(games: Sequence[np.ndarray]) -> np.ndarray:
 
 def interquartile_mean(games: Sequence[np.ndarray]) -> np.ndarray:
     """The mean of the middle half of all runs (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264): of n runs the
-    int(n / 4) lowest and as many highest are left out. NaN for fewer than four. Of each game the first runs count, as
-    many as all have."""
-    fewest = min(runs.shape[-1] for runs in games)
-    runs = np.concatenate([runs[..., :fewest] for runs in games], axis=-1)
+    int(n / 4) lowest and as many highest are left out. NaN for fewer than four, where that is none."""
+    runs = np.concatenate(games, axis=-1)
     return stats.trim_mean(runs, 0.25, axis=-1) if runs.shape[-1] >= 4 else np.full(runs.shape[:-1], np.nan)
 
 

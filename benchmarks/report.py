@@ -236,12 +236,12 @@ def states(protocol: Protocol) -> list[str]:
         for (seed, curve), meta in zip(runs, metas, strict=True):
             remarks = [f"{'running or stopped' if 'stopped_at' in meta else 'finished'} at step {curve.steps[-1]:,}"]
             if curve.steps[-1] < steps or math.isnan(curves.score(curve, steps, protocol.window(steps))):
-                remarks.append(f"without an episode in the {protocol.window(steps):,} steps before {mark}")
+                remarks.append(f"without a score at {mark}")
             if len(curve.steps) < FEWEST:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = f"A return is over episodes in, at most, the last eighth before a mark. Verdicts need {FEWEST} seeds."
+    scored = f"Returns are of at most the last eighth before a mark; rows count in part. Verdicts need {FEWEST} seeds."
     return [*(lines or ["All runs have finished."]), "", scored]
 
 
@@ -305,9 +305,11 @@ def aggregate_table(protocol: Protocol) -> list[str]:
             fewest, most = min(map(len, ours)), max(map(len, ours))
             size = f"{len(ours)} x {fewest}" + (f" to {most}" if most > fewest else "")
             row = [readme.label(algorithm), mark, size, interval(curves.mean_over_games, ours)]
-            row.append(interval(curves.interquartile_mean, ours))
+            even = [runs[:fewest] for runs in ours]  # the IQM counts runs, not games
+            row.append(interval(curves.interquartile_mean, even))
             if others:
-                row += [interval(curves.mean_over_games, others), interval(curves.interquartile_mean, others)]
+                even = [runs[: min(map(len, others))] for runs in others]
+                row += [interval(curves.mean_over_games, others), interval(curves.interquartile_mean, even)]
                 row.append(interval(curves.probability_of_improvement, ours + others))
                 gaps = [mean(mine) - mean(other) for mine, other in zip(ours, others, strict=True)]
                 low, high = curves.mean_interval(gaps)

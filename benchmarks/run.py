@@ -61,7 +61,6 @@ OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # whic
 LOCAL_FLAGS = ("devices", "runs_per_device", "threads", "attempts")  # of no use on Slurm
 NO_FILE_NAMES = str.maketrans(" /:", "---")
 POLL_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 PRCTL = ctypes.CDLL(None).prctl
 
 
@@ -140,7 +139,7 @@ def make_jobs(args: Args) -> list[Job]:
     """A job for each seed, game, algorithm and value of --sweep, in this order, so that one seed of all is there first.
     Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message."""
     check_limits(args)
-    scripts = [os.path.relpath(path.resolve(), ROOT).removesuffix(".py") for path in args.scripts]
+    scripts = [os.path.relpath(path.parent.resolve() / path.name, ROOT).removesuffix(".py") for path in args.scripts]
     algorithms = [*args.algorithms, *scripts] or ["ppo", "ppg", "impala"]
     swept, *values = [args.sweep[0].replace("_", "-"), *args.sweep[1:]] if args.sweep else ("", "")
     for name, several in {"algorithms": algorithms, "env_ids": args.env_ids, "sweep": values}.items():
@@ -303,7 +302,7 @@ def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
     streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     # In a session of its own: Ctrl-C is for this process, which tells the runs. When it is killed, the kernel does.
-    own = {"start_new_session": True, "preexec_fn": lambda: PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)}
+    own = {"start_new_session": True, "preexec_fn": lambda: PRCTL(1, signal.SIGTERM)}  # PR_SET_PDEATHSIG
     return subprocess.Popen([sys.executable, *command], env=env, **own, **streams)
 
 
@@ -429,7 +428,7 @@ def main(args: Args) -> list[Job]:
 
 if __name__ == "__main__":
     with one_line_errors():
-        os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # of the runs: where common/ is
+        os.environ["PYTHONPATH"] = ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of the runs
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)
         args = replace(tyro.cli(Args, args=words[:split], description=__doc__), extra=tuple(words[split + 1 :]))

@@ -151,12 +151,13 @@ class ReplayedPhase:
         if "obs" in state:
             self.save_obs = True
             return
-        end = envs.state_dict()
+        states = [envs.state_dict()]
         envs.load_state_dict(phase.start)
         for k, t in np.ndindex(state["actions"].shape[:2]):
             phase.obs[k, t] = torch.as_tensor(envs.obs)
             envs.step(phase.actions[k, t].numpy())
-        states = tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, [envs.state_dict(), end])
+        states.append(envs.state_dict())
+        states = tree_map(lambda x: x.cpu().flatten().view(torch.uint8).numpy() if torch.is_tensor(x) else x, states)
         try:
             np.testing.assert_equal(*states)  # NaN equals NaN
         except AssertionError as error:
@@ -236,7 +237,7 @@ class Checkpoints:
         except OSError as failure:
             run.close(failure)
             unwritten = [f"the newest checkpoint cannot be written ({failure.strerror})"]
-        words = [*self.world.launcher.split(), str((ROOT / run.script).resolve()), "--resume", str(run.path)]
+        words = [*self.world.launcher.split(), os.path.abspath(ROOT / run.script), "--resume", str(run.path)]
         words += ["--track"] if run.args.track else []
         words += ["--env-id", run.args.env_id] if ":" in run.args.env_id else []  # what a file names is not imported
         advice = f"resume with: {shlex.join(words)}" if checkpoint_files(run.path) else "it has no checkpoint to resume"
@@ -382,7 +383,7 @@ def load_agent(
     check_module(str(source), str(model["args"].get("env_id")), env_id)
     if env_id not in (None, model["args"].get("env_id")):
         raise InputError(f"{source} plays {model['args'].get('env_id')!r}: leave --env-id {env_id} out.")
-    path = Path(script or ROOT / model["script"]).resolve()
+    path = Path(os.path.abspath(ROOT / model["script"])) if script is None else Path(script).absolute()
     if script is None and path.parent != ROOT:  # what comes with a model lies elsewhere
         raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")
     try:
@@ -405,7 +406,7 @@ def load_agent(
 
 def load_script(script: Path | str) -> ModuleType:
     """The module of a script, by its path (from the repository's root); executed unless it has been imported before."""
-    path = os.path.realpath(ROOT / script)
+    path = os.path.abspath(ROOT / script)
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == path:
             return module

@@ -81,7 +81,7 @@ class FrameStack(VectorWrapper):
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        ended = terminations | truncations
+        ended = np.logical_or(terminations, truncations)
         for env in np.flatnonzero(infos.get("_final_obs", ())):
             infos["final_obs"][env] = np.stack([*self.frames[env, 1:], infos["final_obs"][env]])
         self.frames = np.concatenate([self.frames[:, 1:], obs[:, None]], axis=1)

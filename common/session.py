@@ -44,7 +44,7 @@ class Session:
         args = replace(args, precision=resolve_precision(args.precision, self.device))
         self.world = world = World(self.device)
         self.args = args = world.share_settings(args)
-        self.script = os.path.relpath(os.path.realpath(script), ROOT)
+        self.script = os.path.relpath(Path(script).parent.resolve() / Path(script).name, ROOT)
         self.runs_dir = Path(args.runs_dir).absolute()  # an environment may chdir as it is made
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
@@ -154,8 +154,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Outlet:
-    """A stream of text that may be closed, full or gone, which neither ends a run nor changes its exit code, if it
-    `forgives` OSError."""
+    """A stream of text that may be closed, full or gone. What it `forgives` neither ends a run nor changes its code."""
 
     def __init__(self, stream: TextIO | None, *forgives: type[Exception]):  # None: closed from the start
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)

@@ -448,6 +448,7 @@ def test_any_plain_values_in_the_state_of_a_part_or_of_environments_come_back(un
     monkeypatch.setattr(RewardNormalizer, "load_state_dict", lambda part, state: vars(part).update(state))
     old = ProcgenVectorEnv.state_dict
     more = {"nan": torch.tensor(math.nan), "big": 2**100, "nested": {"a": np.ones(2), "b": "c"}}
+    more["half"] = torch.ones((), dtype=torch.bfloat16)
     some = itertools.cycle([{"set": {8, 0}}, {"set": {0, 8}}, {"set": {8, 0}}])  # equal, but for their order
     monkeypatch.setattr(ProcgenVectorEnv, "state_dict", lambda envs: [each | more | next(some) for each in old(envs)])
     path = interrupted(ppg, 3, tmp_path / "runs", **NEVER | GAMES)

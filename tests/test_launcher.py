@@ -63,8 +63,9 @@ def words_of(runs_dir, total_timesteps, *words, env_ids="CartPole-v1", seeds=2):
 
 def run_command(*args, **settings):
     """The launcher as a command of its own."""
-    command = [sys.executable, "benchmarks/run.py", *words_of(*args, **settings)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    cwd = settings.pop("cwd", ROOT)
+    command = [sys.executable, str(ROOT / "benchmarks/run.py"), *words_of(*args, **settings)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def states(jobs):
@@ -80,7 +81,9 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     idea.parent.mkdir()
     idea.write_text(f"import gymnasium as gym\n{task}{source}")
     launcher.main(make_args(runs))
-    result = run_command(runs, 256, "--scripts", str(idea), env_ids="CartPole-v1 ALE/Nothing-v5", seeds=1)
+    (tmp_path / "queue.py").write_text("1 / 0")  # no module of Python's is looked for in the user's folder
+    words = "--scripts", str(idea)
+    result = run_command(runs, 256, *words, env_ids="CartPole-v1 ALE/Nothing-v5", seeds=1, cwd=tmp_path)
     assert "4 runs: 2 done, 2 failed" in result.stdout, result.stdout + result.stderr
     assert result.stdout[-1] == "\n"
     assert "exit code 2: error: --env-id" in " ".join(result.stdout.split())
