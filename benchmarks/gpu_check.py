@@ -67,7 +67,7 @@ def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lamb
     end = time.monotonic() + seconds
     with log.open("a") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        env = os.environ | {"PYTHONPATH": ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}  # see run.py
         process = subprocess.Popen(command, cwd=cwd, env=env, process_group=0, **streams)
         try:
             while process.poll() is None and time.monotonic() < end and not kill_when():

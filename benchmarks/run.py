@@ -428,7 +428,7 @@ def main(args: Args) -> list[Job]:
 
 if __name__ == "__main__":
     with one_line_errors():
-        os.environ["PYTHONPATH"] = ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # of the runs
+        os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")  # ":" at its end: the cwd
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)
         args = replace(tyro.cli(Args, args=words[:split], description=__doc__), extra=tuple(words[split + 1 :]))
