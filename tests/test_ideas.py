@@ -55,7 +55,7 @@ def read(script: str) -> str:
 def forks(tmp_path, monkeypatch):
     """check_copy forks what it runs, and evaluates in this process."""
 
-    def do(command, seconds, log, kill_when=None):
+    def do(command, seconds, log, kill_when=None, cwd=None):
         words = command[1:]
         if Path(words[0]) == Path(evaluate.__file__):
             evaluate.main(tyro.cli(evaluate.Args, args=words[1:]))
