@@ -28,7 +28,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common.device import resolve_device
-from common.run import ROOT, provenance, write_atomically
+from common.run import ROOT, provenance
 from common.session import one_line_errors
 from common.settings import Positive, check_limits
 
@@ -97,8 +97,8 @@ def main(args: Args) -> None:
         log = args.out / "logs" / f"{name.replace(' ', '-')}.log"
         result = {"name": name, "rc": do(parts[name], seconds, log), "seconds": round(time.monotonic() - start, 1)}
         result |= {"command": shlex.join(parts[name]), "machine": origin["machine"], "commit": origin["commit"]}
-        lines.append(result)
-        write_atomically(results, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        with results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
         print(f"{name}: {'FAILED' if result['rc'] else 'ok'} after {result['seconds']} s", flush=True)
         print(*(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-12:]), sep="\n", flush=True)
         if result["rc"] == 0:
