@@ -219,7 +219,7 @@ class Checkpoints:
             for name, model in (self.best | {"model.pt": (step, self.snapshot["parts"]["agent"])}).items():
                 self.write_model(name, *model)
             write_archive(folder / f"{step:012}.pt", self.snapshot)
-            self.snapshot = None
+            self.snapshot, self.best = None, {}
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
 

@@ -220,7 +220,9 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
         " is no run folder": runs,
         "has no rows": write_run(runs, "ppo", "maze", 4, 5.0, steps=0),
         "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
-        "settings than maze__ppo__1__1 .--gamma 0.9.:": write_run(runs, "ppo", "maze", 6, 5.0, flags=" --gamma 0.9"),
+        "other settings than maze__ppo__1__1 .--gamma 0.9.:": write_run(
+            runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9"
+        ),
         "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
         r"another run of this seed is there .maze__ppo__1__1\)": older,
         "another run of this seed is there": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
