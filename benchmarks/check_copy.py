@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import TrainingError
 from common.checkpoint import load_script, newest_checkpoint
 from common.run import CSV_COLUMNS
+from common.session import one_line_errors
 from common.settings import flag, read_json
 from gpu_check import do
 
@@ -101,5 +102,5 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit(0 if "--help" in sys.argv else 2)
     script, extra = Path(sys.argv[1]).resolve(), sys.argv[3:]
-    with tempfile.TemporaryDirectory() as folder:
+    with one_line_errors(OSError), tempfile.TemporaryDirectory() as folder:
         sys.exit(len(check(script, extra, Path(folder))))

@@ -143,12 +143,9 @@ def probability_of_improvement(games: Sequence[np.ndarray]) -> np.ndarray:
     return np.mean([(1 + sign.mean(axis=(-2, -1))) / 2 for sign in signs], axis=0)
 
 
-def with_interval(
-    statistic: Callable[[Sequence[np.ndarray]], np.ndarray], games: Sequence[Sequence[float]]
-) -> tuple[float, float, float]:
-    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high. Runs are
-    drawn again game by game. The interval is NaN where a game has fewer than five runs: with two or three it would hold
-    the true mean in only 70 to 80 of 100 cases, with five in some 90."""
+def with_interval(statistic: Callable, games: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """A statistic of the runs of several games, with its stratified bootstrap interval: value, low, high. The
+    interval is NaN where a game has fewer than five runs: from two or three it would hold the mean in 70 to 80 %."""
     games = [np.asarray(runs, dtype=float) for runs in games]
     value = float(statistic(games))
     if min(map(len, games)) < 5 or math.isnan(value):

@@ -84,7 +84,8 @@ def main(args: Args) -> None:
     args.out = args.out.expanduser().resolve()
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     results = args.out / "results.jsonl"
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    text = results.read_text() if results.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # not of a cut one
     tries = Counter(line["name"] for line in lines)
     origin = provenance("", "benchmarks/gpu_check.py", resolve_device(args.device))
     parts = plan(args)
@@ -98,7 +99,7 @@ def main(args: Args) -> None:
         result = {"name": name, "rc": do(parts[name], seconds, log), "seconds": round(time.monotonic() - start, 1)}
         result |= {"command": shlex.join(parts[name]), "machine": origin["machine"], "commit": origin["commit"]}
         with results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+            file.write("\n" + json.dumps(result))
         print(f"{name}: {'FAILED' if result['rc'] else 'ok'} after {result['seconds']} s", flush=True)
         print(*(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-12:]), sep="\n", flush=True)
         if result["rc"] == 0:

@@ -272,8 +272,7 @@ def places(args: Args) -> list[str]:
 
 
 def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
-    """Lock a job that still waits, until the file returned is closed; None, and another state, where it does not.
-    Another process like this one may have started or finished it meanwhile."""
+    """Lock a job that waits, until the file returned is closed; None if another process has started or finished it."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.fdopen(os.open(log, flags, 0o666), "a")
@@ -427,7 +426,8 @@ def main(args: Args) -> list[Job]:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    fatal = [OSError] if "--dry-run" in sys.argv else []  # a matrix goes on without a terminal
+    with one_line_errors(*fatal):
         os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")  # ":" at its end: the cwd
         words = sys.argv[1:]
         split = words.index("--") if "--" in words else len(words)

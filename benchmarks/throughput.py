@@ -85,9 +85,8 @@ class Args:
 
 
 def shorten(algorithm: str, args: Any, num_steps: int, iterations: int) -> None:
-    """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more. Each
-    iteration of PPG ends with an auxiliary phase, or if its rollouts do not fill a batch of it, each few: a step costs
-    what it does in a full phase."""
+    """Set shorter rollouts in minibatches of the same size, and steps for a warm-up and `iterations` more. PPG's
+    phases are as short as a batch of their auxiliary phase allows: a step costs what it does in a full phase."""
     shorter = num_steps / args.num_steps
     args.num_minibatches = max(1, round(args.num_minibatches * shorter))
     iteration = num_steps * (args.batch_size if algorithm == "impala" else args.num_envs)
@@ -233,8 +232,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
-    """The peak memory of one script at its default sizes, in GB: of one iteration, or for PPG of one phase (minutes).
-    For a process of its own."""
+    """Peak memory in GB of a script at its default sizes, in an iteration or PPG's phase. For a process of its own."""
     script, args, device = configure(job)
     args.total_timesteps = args.iteration_steps * getattr(args, "n_pi", 1)
     if job["algorithm"] == "ppg":
@@ -250,13 +248,14 @@ def alone(function: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_all(args: Args, file: IO[str]) -> None:
-    """All measurements, in turn: a row of CSV and a line on the screen for each as it comes."""
+    """All measurements, in turn: a row of CSV and a line on the screen each. Raises TrainingError if any has failed."""
     turns = list(itertools.product([measure], args.algorithms, range(args.repeats), args.configurations))
     if args.memory and "default" in args.configurations:
         turns += [(measure_memory, algorithm, 0, "default") for algorithm in args.algorithms]
     given = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
     writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
     writer.writeheader()
+    failed = []
     for number, (function, algorithm, repeat, configuration) in enumerate(turns, 1):
         sweep = "memory" if function is measure_memory else ""
         what = f"[{number}/{len(turns)}] {algorithm} {configuration} {sweep}".rstrip()
@@ -265,11 +264,14 @@ def run_all(args: Args, file: IO[str]) -> None:
             row = alone(function, given | job)
         except Exception as error:  # killed for its memory, say: the others still count
             print(f"{what}: failed ({error!r})", flush=True)
+            failed.append(what)
             continue
         writer.writerow(row)
         file.flush()
         speed = f"{row['steps_per_second']:.0f} steps/s, " if "steps_per_second" in row else ""
         print(f"{what}: {speed}{row['peak_gb']:.2f} GB", flush=True)
+    if failed:
+        raise TrainingError(f"{', '.join(failed)} failed, for the reasons above: --from-csv makes a table of the rest.")
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -315,11 +317,9 @@ def main(args: Args) -> None:
         with path.open("w", newline="") as file:
             run_all(args, file)
     meta = read_json(path.with_suffix(".meta.json"))
-    if not path.exists() or not meta:
-        raise InputError(f"there is no {path} with its .meta.json: leave --from-csv out to measure first.")
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    if not rows:
-        raise TrainingError("no measurement has succeeded, for the reasons above.")
+    rows = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+    if not meta or not rows or any(None in row.values() for row in rows):  # None: the row is cut
+        raise InputError(f"{path} and its .meta.json are not there, or not whole: leave --from-csv out to measure.")
     origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"
     path.with_suffix(".md").write_text(text)

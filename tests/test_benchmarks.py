@@ -110,16 +110,20 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     (tmp_path / "README.md").write_text("before\n<!-- throughput cpu -->\nold\n<!-- end of throughput cpu -->\nafter\n")
     args = throughput.Args(algorithms=("ppo",), configurations=("plain", "default"), repeats=4, device="cpu")
     args.out, args.update_readme = tmp_path, True
-    throughput.main(args)
+    with pytest.raises(TrainingError, match="ppo plain failed"):
+        throughput.main(args)
+    throughput.main(replace(args, from_csv=True))
     assert "ppo plain: failed (IndexError(" in capsys.readouterr().out
     made = [row["configuration"] for row in read_csv(tmp_path / "cpu.csv")]
     assert made == ["plain", "default"] * 3 + ["default"] * 2
     document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
     assert "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | " in document
-    monkeypatch.setattr(throughput, "measure", lambda job: 1 / 0)
-    with pytest.raises(TrainingError, match="no measurement has succeeded"):
-        throughput.main(replace(args, memory=False))
+    csv = tmp_path / "cpu.csv"
+    for whole in (csv.read_text().rpartition(",")[0], csv.read_text().splitlines()[0]):  # a cut row, no row
+        csv.write_text(whole)
+        with pytest.raises(InputError, match="not whole"):
+            throughput.main(replace(args, from_csv=True))
 
 
 def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypatch, capsys):
@@ -142,6 +146,8 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     pid = (tmp_path / "logs" / "resume-a.log").read_text().strip()
     state = subprocess.run(["ps", "-o", "state=", "-p", pid], capture_output=True, text=True).stdout.strip()
     assert state in ("", "Z")
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('\n{"name": "tests", "rc": 0')  # on a full disk
     assert "left for another call: resume a, tests\n" in check(budget=1)  # the first part is always done
     assert (tmp_path / "done").read_text() == "ts"
     words, log = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(30)"], tmp_path / "log"
