@@ -15,7 +15,7 @@
 
 README.md lists the choices that all three scripts share.
 
-Differs from the paper and from OpenAI's phasic-policy-gradient (1 to 4: by default, not with `--preset paper`):
+Differs from the paper and from OpenAI's phasic-policy-gradient (`--preset long` undoes 1 to 3, `paper` also 4):
 1. Phases have 8 iterations and 3 auxiliary passes, not 32 and 6. This learns faster at first (benchmarks/NOTES.md).
 2. Minibatches have random steps of all environments, not whole rollouts of a few. This learns faster at first, too.
 3. The policy phase halves the paper's learning rate, for minibatches a quarter as large. With four ranks use 5e-4.
@@ -58,17 +58,17 @@ from common.settings import EnvArgs, Fraction, InitFn, IntrinsicArgs, NetworkArg
 
 @dataclass
 class Args(EnvArgs, NetworkArgs, IntrinsicArgs, RunArgs):
+    long_phases: ClassVar[dict[str, Any]] = {"learning_rate": 5e-4, "whole_rollouts": True, "n_pi": 32, "e_aux": 6}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {
-            "exp_name": f"{Path(__file__).stem}-paper", "arch": "dual", "learning_rate": 5e-4, "whole_rollouts": True,
-            "n_pi": 32, "e_aux": 6,
-        }
-    }  # fmt: skip
+        "long": long_phases | {"exp_name": f"{Path(__file__).stem}-long"},
+        "paper": long_phases | {"exp_name": f"{Path(__file__).stem}-paper", "arch": "dual"},
+    }
 
     exp_name: str = Path(__file__).stem
     """name of the experiment, a part of the run folder's name"""
-    preset: Literal["short", "paper"] = "short"
-    """short: short phases, one encoder, half the learning rate; paper: the paper's settings, for 4 ranks"""
+    preset: Literal["short", "long", "paper"] = "short"
+    """short: phases for runs of up to 5M steps. long: the paper's phases and learning rate, ahead from there on in one
+    run on bigfish. paper: also two encoders, for 4 ranks"""
     learning_rate: NotNegative[float] = 2.5e-4
     """step size of the optimizer in the policy phase (alpha)"""
     anneal_lr: bool = False

@@ -100,6 +100,8 @@ def test_presets_are_defaults(tmp_path, capsys):
     openai = preset_args(ppg.Args, "paper", e_aux=3)
     assert (openai.arch, openai.whole_rollouts, openai.n_pi, openai.e_aux) == ("dual", True, 32, 3)
     assert command(openai, "ppg.py") == "python ppg.py --preset paper --e-aux 3"
+    long = preset_args(ppg.Args, "long")
+    assert (long.arch, long.whole_rollouts, long.n_pi, long.exp_name) == (ppg.Args().arch, True, 32, "ppg-long")
     assert [each.exp_name for each in (impala.Args(), openai, ppg.Args(), ppo.Args())] == (
         ["impala-appo", "ppg-paper", "ppg", "ppo"]
     )
