@@ -339,8 +339,8 @@ def at_step(evaluations: list[list[float]], step: float) -> tuple[float, float] 
 
 
 def gap_table(protocol: Protocol) -> list[str]:
-    """Training levels against held-out ones, where runs were evaluated."""
-    columns = ["run", "mark", "training levels", "held-out levels", "gap", "95 % interval"]
+    """Training levels against those of evaluations, where there were any."""
+    columns = ["run", "mark", "training levels", "evaluation levels", "gap", "95 % interval"]
     columns += ["published: training, held-out", "gap"]
     rows = []
     test = curves.read_reference(TEST[protocol.name]) if protocol.name in TEST else {}
@@ -412,7 +412,7 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
             values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
             values[ends > np.array([curve.steps[-1:] for curve in runs])] = math.nan
             draw(axis, ends, values, color=colour, label=readme.label(algorithm))
-            label = f"{readme.label(algorithm)}, held-out"
+            label = f"{readme.label(algorithm)}, evaluation"
             for steps, returns, _ in evaluations_of(protocol, algorithm, game).values():
                 axis.plot(steps, returns, "--", color=colour, lw=1, label=label)
                 label = None

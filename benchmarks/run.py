@@ -296,8 +296,8 @@ def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
 def start(job: Job, device: str, args: Args, file: IO) -> subprocess.Popen:
     command = [*job.command(str(Path(args.runs_dir).resolve())), "--device", device]
     job.state, job.attempts, job.note = "running", job.attempts + 1, "; ".join(filter(None, (device, job.note)))
-    file.write(f"$ {shlex.join(['python', *command])}\n")
-    file.flush()
+    with suppress(OSError):  # of a full disk, which the run tells
+        os.write(file.fileno(), f"$ {shlex.join(['python', *command])}\n".encode())
     streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     # In a session of its own: Ctrl-C is for this process, which tells the runs. When it is killed, the kernel does.

@@ -33,6 +33,13 @@ FORMAT = 3
 SHARED = (torch.nn.Module, torch.optim.Optimizer)  # parts that are the same on all ranks; others are each rank's own
 RANKS_COPY_SECONDS = 10  # between copies with several ranks: to send 64 states of Procgen takes up to 100 ms
 NPY = ".npy"  # key of NumPy's arrays and numbers in a file
+# What a resumed run may change. All else is refused, for it would be another run.
+MAY_CHANGE = {
+    *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
+    *("device", "torch_deterministic", "num_threads", "micro_batch_size", "accelerate", "aux_frames"),
+    *("track", "wandb_project_name", "wandb_entity"),
+    *("eval_interval", "eval_episodes", "eval_num_levels", "eval_start_level"),
+}
 CONTENT = {"script": str, "args": dict, "step": int, "run": dict, "parts": dict, "ranks": list}
 
 
@@ -250,15 +257,6 @@ class Checkpoints:
         if isinstance(error, TrainingError):
             model = f"its last good model is {run.path / 'model.pt'}"
             raise TrainingError("; ".join([f"{error}: the run stops", model, *unwritten, advice])) from error
-
-
-# What a resumed run may change. All else is refused, for it would be another run.
-MAY_CHANGE = {
-    *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
-    *("device", "torch_deterministic", "num_threads", "micro_batch_size", "accelerate", "aux_frames"),
-    *("track", "wandb_project_name", "wandb_entity"),
-    *("eval_interval", "eval_episodes", "eval_num_levels", "eval_start_level"),
-}
 
 
 class Resumed(NamedTuple):

@@ -3,10 +3,10 @@ episode has ended, the observation already belongs to the next one, and the rewa
 
 import copy
 import difflib
+import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import gymnasium as gym
@@ -248,7 +248,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
             raise InputError(message)
 
 
-def open_video(file: Path | IO, fps: float) -> Any:
+def open_video(file: IO, fps: float) -> Any:
     """An MP4 with a method `write_frame` for uint8 [height, width, 3], and `close`. Needs the package av."""
     import imageio.v3  # comes with procgen; only videos need it
 
@@ -259,25 +259,26 @@ def open_video(file: Path | IO, fps: float) -> Any:
 
 class RecordFirstEnv(VectorWrapper):
     """Write videos of environment 0 into `folder`, once that is set: episodes 0, 1, 8, 27, ... and every thousandth.
-    With `track`, Weights & Biases gets them. A thread encodes, as a Ctrl-C within PyAV would spoil the file."""
+    With `track`, Weights & Biases gets them. A thread encodes, as a Ctrl-C within PyAV would spoil the video."""
 
     def __init__(self, envs: VectorEnv):
         super().__init__(envs)
-        self.folder, self.path = None, None
-        self.track, self.episode = False, 0
+        self.folder = None
+        self.writer = None  # of the video under way
+        self.track = False
+        self.episode = 0
         self.encoder = ThreadPoolExecutor(1)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         cubic = round(self.episode ** (1 / 3)) ** 3 == self.episode  # the schedule of Gymnasium's RecordVideo
         if self.folder is not None and (cubic if self.episode < 1000 else self.episode % 1000 == 0):
-            if self.path is None:
-                self.folder.mkdir(exist_ok=True)
-                self.path = self.folder / f"episode-{self.episode}.mp4"
-                self.file = open_video(self.path, self.metadata.get("render_fps", 30))
+            if self.writer is None:
+                self.content = io.BytesIO()
+                self.writer = open_video(self.content, self.metadata.get("render_fps", 30))
             frame = self.env.render()[0]
             frame = frame[: len(frame) // 2 * 2, : frame.shape[1] // 2 * 2, :3]  # H.264 takes even sizes of RGB alone
             scale = max(1, 256 // len(frame))  # pixels
-            self.encoder.submit(self.file.write_frame, frame.repeat(scale, 0).repeat(scale, 1)).result()
+            self.encoder.submit(self.writer.write_frame, frame.repeat(scale, 0).repeat(scale, 1)).result()
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         if terminations[0] or truncations[0]:
             self.finish_video(self.track)
@@ -291,14 +292,20 @@ class RecordFirstEnv(VectorWrapper):
         self.episode = states[0].get("episode", 0)  # 0: the run was not filmed before
 
     def finish_video(self, upload: bool) -> None:
-        if self.path is not None:
-            self.encoder.submit(self.file.close).result()
+        if self.writer is not None:
+            self.encoder.submit(self.writer.close).result()
+            self.writer = None
+            path = self.folder / f"episode-{self.episode}.mp4"
+            try:
+                self.folder.mkdir(exist_ok=True)
+                path.write_bytes(self.content.getbuffer())
+            except OSError as error:  # a full disk, say
+                print(f"warning: {path} cannot be written ({error.strerror})", file=sys.stderr)
             if upload:
                 import wandb
 
                 with suppress(Exception):  # the run's end says so
-                    wandb.log({"videos": wandb.Video(str(self.path))})
-            self.path = None
+                    wandb.log({"videos": wandb.Video(str(path))})
 
     def close(self, **kwargs: Any) -> None:
         self.finish_video(upload=False)

@@ -20,6 +20,12 @@ from common.run import Run, describe, mean
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
 LONGEST = 27_000  # steps of an episode, as in Atari's games; Procgen's longest has 6,000
+# By mode and game: returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, appendix C,
+# https://arxiv.org/abs/1912.01588). Easy jumper and leaper have the least of the authors' code. The paper prints 3.
+RETURN_RANGES = {"easy": {}, "hard": {}}
+for row in csv.DictReader(Path(__file__).with_name("return_ranges.csv").read_text().splitlines()):
+    for mode, ranges in RETURN_RANGES.items():
+        ranges[row["game"]] = float(row[f"{mode}_least"]), float(row[f"{mode}_best"])
 
 
 class DrawingFrom(TorchDispatchMode):
@@ -136,14 +142,6 @@ class Evaluator:
         line = f"evaluation at step {step:,}: {shown[0]} (greedy: {shown[1]}); training: {run.summary()}"
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + line, flush=True)
         return best
-
-
-# By mode and game: returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, appendix C,
-# https://arxiv.org/abs/1912.01588). Easy jumper and leaper have the least of the authors' code. The paper prints 3.
-RETURN_RANGES = {"easy": {}, "hard": {}}
-for row in csv.DictReader(Path(__file__).with_name("return_ranges.csv").read_text().splitlines()):
-    for mode, ranges in RETURN_RANGES.items():
-        ranges[row["game"]] = float(row[f"{mode}_least"]), float(row[f"{mode}_best"])
 
 
 def normalized(episodic_return: float, game: str, distribution_mode: str) -> float:

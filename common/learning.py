@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, kl_divergence
 
+CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
 # Scale of the initial weights: the L2 norm of each output row for "normed", else the gain. The values of "normed" are
 # those of OpenAI's phasic-policy-gradient; "residual" keeps the variance over 3 stacks of 2 blocks of 2 convolutions.
 INIT_SCALES = {
@@ -74,9 +75,6 @@ def policy_kl(old: Distribution, new: Distribution) -> Tensor:
         on, off = F.logsigmoid(old) - F.logsigmoid(new), F.logsigmoid(-old) - F.logsigmoid(-new)
         return (old.sigmoid() * on + (-old).sigmoid() * off).sum(-1)
     return kl_divergence(old, new)
-
-
-CPU_MICRO_BATCH = 512  # steps; fewer make more of PyTorch's overhead, more take more memory and are not faster
 
 
 def micro_batches(minibatch: Sequence[Tensor], size: int | None, dim: int = 0, at_most: int | None = None) -> Iterator:

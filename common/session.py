@@ -28,6 +28,8 @@ from common.run import INTERRUPT, ROOT, Run
 from common.settings import HOST_MEMORY, flag, parse
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
+# What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 OUT_OF_MEMORY = "out of memory: lower --micro-batch-size, --num-envs, --num-steps or --feature-dim"
 
 
@@ -147,10 +149,6 @@ class Session:
                 raise error
         if error is None:
             self.world.destroy()
-
-
-# What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Outlet:

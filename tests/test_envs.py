@@ -306,7 +306,7 @@ def test_done_flags_that_are_numbers_become_masks():
     assert [terminations.tolist(), truncations.tolist()] == [[True, False], [False, True]]
 
 
-def test_videos_of_the_first_environment(tmp_path, monkeypatch):
+def test_videos_of_the_first_environment(tmp_path, monkeypatch, capsys):
     """Episodes 0, 1 and 8 are on the schedule, 2 to 7 are not; the numbers go on after a resume. A Ctrl-C that comes
     while a frame is encoded leaves a video with all frames."""
     pytest.importorskip("av")
@@ -330,8 +330,8 @@ def test_videos_of_the_first_environment(tmp_path, monkeypatch):
     for each in (envs, other):
         each.step(next(actions))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # another test may have it ignored
-    write = other.video.file.write_frame
-    other.video.file.write_frame = lambda frame: (os.kill(os.getpid(), signal.SIGINT), write(frame))
+    write = other.video.writer.write_frame
+    other.video.writer.write_frame = lambda frame: (os.kill(os.getpid(), signal.SIGINT), write(frame))
     with pytest.raises(KeyboardInterrupt):
         other.step(next(actions))
     signal.signal(signal.SIGINT, handler)
@@ -344,7 +344,11 @@ def test_videos_of_the_first_environment(tmp_path, monkeypatch):
     odd.reset()
     odd.video.folder, odd.video.env.render = tmp_path / "odd", lambda: [np.zeros((301, 401, 4), np.uint8)]
     odd.step(np.zeros(1, int))
+    odd.video.finish_video(upload=False)
+    odd.video.folder = tmp_path / "odd" / "episode-0.mp4"  # where none can be written, as on a full disk
+    odd.step(np.zeros(1, int))
     odd.close()
+    assert capsys.readouterr().err.startswith("warning: ")
     assert read_video(tmp_path / "odd" / "episode-0.mp4").shape == (1, 300, 400, 3)
     for episode in (0, 1):
         frames = read_video(tmp_path / "videos" / f"episode-{episode}.mp4")

@@ -120,6 +120,8 @@ def test_paths_are_those_of_the_users_folder_and_of_no_link(tmp_path, monkeypatc
     with Path("log").open("w") as file:
         assert launcher.start(job, "cpu", make_args("runs"), file).wait() == 0
     assert Path("log").read_text().endswith(f"\n{tmp_path}\n")
+    with Path("/dev/full").open("w") as full:  # a full disk
+        assert launcher.start(job, "cpu", make_args("runs"), full).wait() != 0
 
 
 @pytest.mark.parametrize(("mode", "levels", "steps"), [("easy", 200, 25e6), ("hard", 500, 200e6)])

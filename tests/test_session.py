@@ -101,10 +101,9 @@ def test_presets_are_defaults(tmp_path, capsys):
     assert (openai.arch, openai.whole_rollouts, openai.n_pi, openai.e_aux) == ("dual", True, 32, 3)
     assert command(openai, "ppg.py") == "python ppg.py --preset paper --e-aux 3"
     long = preset_args(ppg.Args, "long")
-    assert (long.arch, long.whole_rollouts, long.n_pi, long.exp_name) == (ppg.Args().arch, True, 32, "ppg-long")
-    assert [each.exp_name for each in (impala.Args(), openai, ppg.Args(), ppo.Args())] == (
-        ["impala-appo", "ppg-paper", "ppg", "ppo"]
-    )
+    assert (long.arch, long.whole_rollouts, long.n_pi, long.e_aux) == ("detach", True, 32, 6)
+    names = [each.exp_name for each in (impala.Args(), openai, long, ppg.Args(), ppo.Args())]
+    assert names == ["impala-appo", "ppg-paper", "ppg-long", "ppg", "ppo"]
     (tmp_path / "args.json").write_text(json.dumps(dataclasses.asdict(impala.Args(seed=3))))
     changed = parse(impala.Args, ["--resume", str(tmp_path), "--preset", "paper"])
     there = {"resume": str(tmp_path), "runs_dir": str(tmp_path.parent)}  # not where a file says
