@@ -414,7 +414,7 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
             draw(axis, ends, values, color=colour, label=readme.label(algorithm))
             label = f"{readme.label(algorithm)}, evaluation"
             for steps, returns, _ in evaluations_of(protocol, algorithm, game).values():
-                axis.plot(steps, returns, "--", color=colour, lw=1, label=label)
+                axis.plot(steps, returns, ".--", color=colour, lw=1, ms=3, label=label)
                 label = None
             published, name = protocol.published(algorithm)
             references.setdefault(name, (published, {"color": colour, "linestyle": ":"}))

@@ -386,8 +386,8 @@ def load_agent(
         raise InputError(f"{source} is of the script {model['script']!r}: name it by --script, if you trust it.")
     try:
         if model.get("script_sha256") not in (None, sha256(path)):  # None: an older model
-            copy = f"--script RUN/{path.name} takes the copy in its run folder"
-            print(f"note: {path.name} is not the script that made {source}: {copy}", file=sys.stderr)
+            copy = f": --script RUN/{path.name} takes the copy in its run folder" if script is None else ""
+            print(f"note: {path.name} is not the script that made {source}{copy}", file=sys.stderr)
         module = load_script(path)
         args = from_json(module.Args, model["args"])
         check_limits(args)

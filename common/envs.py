@@ -32,9 +32,10 @@ def make_vec(args: EnvArgs, num_envs: int, seed: int, render: bool = False) -> V
         envs = make_gymnasium(args.env_id, num_envs, render)
     if args.frame_stack == 1:
         return envs
-    if len(envs.single_observation_space.shape or ()) < 2:
+    shape = envs.single_observation_space.shape or ()
+    if len(shape) < 2 or (len(shape) == 3 and shape[0] < min(shape[1:])):
         envs.close()
-        raise InputError(f"--frame-stack is for images: leave it out for {args.env_id}.")
+        raise InputError(f"--frame-stack is for images with the channels last: leave it out for {args.env_id}.")
     return FrameStack(envs, args.frame_stack)
 
 

@@ -87,6 +87,7 @@ class Run:
         self.seconds = state.get("seconds", 0.0)  # that the steps up to `step` took
         self.start = self.began - self.seconds
         self.step_began = self.now_at = self.step  # steps when this process began, and now
+        self.saved = f"{self.num_episodes:,} episodes, last 100: {self.summary()}"  # up to `step`
         self.speed = None  # steps a second of this process, once it is known
 
     def open(self, resumed: Any) -> Path:
@@ -161,6 +162,7 @@ class Run:
         """Statistics of the episodes. Every rank calls it."""
         self.flush()
         self.seconds = time.monotonic() - self.start
+        self.saved = f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
         statistics = {"recent": list(self.recent), "recent_complete": list(self.recent_complete)}
         statistics |= {"new_returns": self.new_returns.copy(), "best_return": self.best_return}
         return statistics | {"num_episodes": self.num_episodes, "rows": self.rows.copy(), "seconds": self.seconds}
@@ -278,8 +280,7 @@ class Run:
         self.lock.close()
         if error is None or isinstance(error, KeyboardInterrupt):
             text = f"{self.step:,} steps in {timedelta(seconds=round(self.seconds))} "
-            text += f"({self.step / max(self.seconds, 0.1):.0f} steps/s), "
-            text += f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
+            text += f"({self.step / max(self.seconds, 0.1):.0f} steps/s), {self.saved}"
             text += f", {self.now_at - self.step:,} more steps are dropped" if self.now_at > self.step else ""
             print(f"{'stopped' if error else 'done'}: {text} | model: {self.path / 'model.pt'}")
 

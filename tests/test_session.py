@@ -76,15 +76,16 @@ def test_help(script, monkeypatch, capsys):
         assert re.sub(r"\s", "", text) in content, field.name
 
 
-def test_dropped_steps_do_not_slow_a_stopped_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("function", ["ppo.update", "common.session.Evaluator.__call__"])
+def test_dropped_steps_do_not_count_in_a_stopped_run(function, tmp_path, monkeypatch, capsys):
     def wait_in_vain(*args):
         time.sleep(1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ppo, "update", wait_in_vain)
+    monkeypatch.setattr(function, wait_in_vain)
     with pytest.raises(KeyboardInterrupt):
-        ppo.main(make_args(ppo, tmp_path))
-    assert "stopped: 0 steps in 0:00:00 (0 steps/s), 0 episodes" in capsys.readouterr().out
+        ppo.main(make_args(ppo, tmp_path, num_steps=64, eval_interval=1))
+    assert "stopped: 0 steps in 0:00:00 (0 steps/s), 0 episodes, last 100: no episode logged" in capsys.readouterr().out
 
 
 def test_presets_are_defaults(tmp_path, capsys):
