@@ -264,8 +264,7 @@ class RecordFirstEnv(VectorWrapper):
 
     def __init__(self, envs: VectorEnv):
         super().__init__(envs)
-        self.folder = None
-        self.writer = None  # of the video under way
+        self.folder = self.writer = None  # the latter of the video under way
         self.track = False
         self.episode = 0
         self.encoder = ThreadPoolExecutor(1)

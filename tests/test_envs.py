@@ -40,7 +40,7 @@ class CountedFrames(CountEnv):
         self.length = int(self.np_random.integers(2, 8))
 
     def observe(self):
-        return self.np_random.integers(0, 256, (5, 4, 3), np.uint8)
+        return self.np_random.integers(0, 256, self.observation_space.shape, np.uint8)
 
 
 def random_actions(num_steps, num_envs):
@@ -247,6 +247,9 @@ def test_stacks_of_frames_become_channels(monkeypatch):
             np.testing.assert_array_equal(obs, channels(expected))
             for env in np.flatnonzero(expected_infos.get("_final_obs", ())):
                 np.testing.assert_array_equal(infos["final_obs"][env], channels(expected_infos["final_obs"][env]))
+    monkeypatch.setattr(CountedFrames, "observation_space", gym.spaces.Box(0, 255, (3, 5, 4), np.uint8))
+    with pytest.raises(InputError, match="images with the channels last"):
+        make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)
 
 
 def test_gymnasium_tasks_start_new_episodes_and_say_so(capsys):
