@@ -216,13 +216,12 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
     write_run(runs, "ppo", "maze", 1, 5.0)
     write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904)
     write_run(runs, "ppo", "maze", 3, 7.0, steps=163_840, total_timesteps=1_015_808)
+    gamma = write_run(runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9")
     left_out = {
         " is no run folder": runs,
         "has no rows": write_run(runs, "ppo", "maze", 4, 5.0, steps=0),
         "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
-        "other settings than maze__ppo__1__1 .--gamma 0.9.:": write_run(
-            runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9"
-        ),
+        "other settings than maze__ppo__1__1 .--gamma 0.9.:": gamma,
         "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
         r"another run of this seed is there .maze__ppo__1__1\)": older,
         "another run of this seed is there": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
