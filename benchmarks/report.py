@@ -41,7 +41,7 @@ plt.rcParams |= {"figure.constrained_layout.use": True, "pdf.fonttype": 42}  # f
 MARKS = {f"{million:g}M": round(1e6 * million) for million in (0.5, 1, 2, 5, 10, 25, 50, 100, 200)}
 # The published curves that each protocol's runs are held against, and those of single algorithms.
 PUBLISHED = {"easy-all": "ppo_easy_all", "easy-200": "ppo_easy_200_train", "hard-all": "ppo_hard_all"}
-PUBLISHED_PPG = {"ppg": "ppg_paper_ppg_single_network_hard_all", "ppg-paper": "ppg_paper_ppg_hard_all"}
+PUBLISHED_PPG = {"ppg": "ppg_single_network", "ppg-long": "ppg_single_network", "ppg-paper": "ppg"}
 TEST = {"easy-200": "ppo_easy_200_test"}
 FEWEST = 3  # seeds or games; the verdict on fewer is "inconclusive"
 SCRIPT_HASH = r"'script_sha256': '(\w+)'"  # in meta.json as text: resumed parts have their own
@@ -134,7 +134,7 @@ class Protocol:
         """The published curves by game that an algorithm's are held against, and their name; none is an empty dict."""
         file, label = PUBLISHED.get(self.name, ""), "PPO, train-procgen"
         if self.name == "hard-all" and algorithm in PUBLISHED_PPG:
-            file, label = PUBLISHED_PPG[algorithm], "PPG, PPG paper"
+            file, label = f"ppg_paper_{PUBLISHED_PPG[algorithm]}_hard_all", "PPG, PPG paper"
         return (curves.read_reference(file) if file else {}), label
 
     def normalised(self, algorithm: str, mark: str) -> tuple[list[list[float]], list[list[float]]]:

@@ -311,7 +311,7 @@ def end(job: Job, code: int, args: Args, log: Path) -> None:
     look(job, args.runs_dir)
     if job.state == "waiting":
         job.state = "waiting" if job.attempts < args.attempts and code not in (0, 2) else "failed"
-        lines = log.read_text(errors="replace").splitlines()
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         job.note = f"not finished, exit code {code}: {lines[-1] if lines else 'no output'} ({log})"
 
 

@@ -114,10 +114,10 @@ class Envs(RecordEpisodeStatistics):
         if isinstance(envs.single_action_space, gym.spaces.Box):
             envs = ClipAction(envs)
         super().__init__(envs)
-        chain = [envs]  # the layers are those that have a state
-        while isinstance(chain[-1], VectorWrapper):
-            chain.append(chain[-1].env)
-        self.layers = [each for each in chain if hasattr(each, "state_dict")]
+        self.chain = [envs]  # the layers are those that have a state
+        while isinstance(self.chain[-1], VectorWrapper):
+            self.chain.append(self.chain[-1].env)
+        self.layers = [each for each in self.chain if hasattr(each, "state_dict")]
         self.restorable = hasattr(self.unwrapped, "state_dict")
         space = self.single_observation_space
         self.stacks = len(space.shape or ()) == 4 and space.dtype == np.uint8
@@ -129,7 +129,7 @@ class Envs(RecordEpisodeStatistics):
     @property
     def replayable(self) -> bool:
         """Whether a state of these environments and the actions after it determine all that follows."""
-        return self.restorable and all(getattr(layer, "replayable", True) for layer in self.layers)
+        return self.restorable and all(getattr(each, "replayable", True) for each in self.chain)
 
     def merge(self, obs: np.ndarray) -> np.ndarray:
         """Stacks of images [..., size, height, width, channels] as images [..., height, width, size x channels]."""

@@ -371,7 +371,7 @@ def lock_folder(path: Path, note: bool = True) -> IO:
     for each in path.rglob("*"):
         if each.is_symlink() or not (each.is_file() or each.is_dir()):
             raise OSError(errno.ELOOP, f"{each} is a link or no regular file")
-    file = (path / "lock").open("w")
+    file = (path / "lock").open("a")  # not "w", as it may be a hard link
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: a fork of the environment would inherit it
     except BlockingIOError:

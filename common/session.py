@@ -100,7 +100,7 @@ class Session:
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:
             self.run = run = Run(args, self.script, self.runs_dir, self.total_steps, world, resumed)
-            self.checkpoints = Checkpoints(run, parts | {"random": RandomStates()})
+            self.checkpoints = Checkpoints(run, dict(**parts, random=RandomStates()))  # TypeError for another "random"
         except OSError as error:
             raise InputError(f"no run folder can be written ({error}): choose another --runs-dir.") from error
         run.show_header(sum(parameter.numel() for parameter in agent.parameters()))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from common import InputError
@@ -207,7 +207,7 @@ def check_limits(args: Any) -> None:
 
 def to_json(args: Any) -> dict[str, Any]:
     """Settings as args.json has them. Raises TypeError for what JSON cannot hold."""
-    return json.loads(json.dumps(vars(args), default=lambda x: x.name if isinstance(x, Enum) else os.fspath(x)))
+    return json.loads(json.dumps(tree_map_only(Enum, lambda x: x.name, vars(args)), default=os.fspath))
 
 
 def from_json(args_class: type, saved: dict[str, Any]) -> Any:

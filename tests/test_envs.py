@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorWrapper
 
 import fast
 from common import InputError, procgen_env
@@ -165,6 +165,9 @@ def test_states_are_copies(monkeypatch):
     (kept,) = envs.state_dict()
     age += 1
     assert kept["age"] == 0
+    wrapper = VectorWrapper(envs.env)  # which has no state
+    wrapper.replayable = False
+    assert not Envs(wrapper).replayable
     envs.close()
 
 

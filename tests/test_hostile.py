@@ -53,7 +53,7 @@ def resume(path, *words):
     return ppo.main(parse(ppo.Args, [f"--resume={path}", "--total-timesteps=320", *words]))
 
 
-def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
+def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch, capsys):
     monkeypatch.syspath_prepend(stranger)
     evil, model = stranger / "evil.py", torch.load(stranger / "model.pt", weights_only=True)
     inside = os.path.relpath(evil, ROOT)
@@ -73,14 +73,19 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch):
     with pytest.raises(InputError, match="is not known"):
         load_agent(stranger, env_id="evil:E-v0")
     assert (stranger / "ran").exists()
-    torch.save(model, stranger / "model.pt")
+    torch.save(model | {"script_sha256": "another"}, stranger / "model.pt")
     with pytest.raises(InputError, match=r"plays 'CartPole-v1': leave --env-id evil:E-v0 out\.$"):
         load_agent(stranger, env_id="evil:E-v0")  # a flag is not ignored
+    load_agent(stranger)
+    assert f"that made {stranger}: --script RUN/ppo.py takes the copy in its run folder\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
 def test_a_folder_with_links_is_not_written_to(name, stranger, tmp_path):
     (tmp_path / "kept").write_text("mine")
+    (stranger / "lock").unlink()
+    (stranger / "lock").hardlink_to(tmp_path / "kept")
+    resume(stranger)
     (stranger / name).unlink(missing_ok=True)
     (stranger / name).symlink_to(tmp_path / "kept")
     with pytest.raises(InputError, match=f"{name} is a link or no regular file"):
@@ -174,8 +179,11 @@ def test_numbers_that_no_network_can_use(stranger, tmp_path, monkeypatch):
     model["agent"]["encoder.0.weight"][0, 0] = np.nan
     torch.save(model, stranger / "model.pt")
     for attempt in (load_agent, lambda path: ppo.main(make_args(tmp_path / "runs", init_from=str(path)))):
-        with pytest.raises(InputError, match=r"encoder\.0\.weight is NaN or infinite"):
+        with pytest.raises(InputError, match=r"encoder\.0\.weight is NaN\."):
             attempt(stranger)
+    model["agent"]["encoder.0.weight"][0, 0] = -np.inf
+    torch.save(model, stranger / "model.pt")
+    load_agent(stranger)  # as buffers may be infinite
 
 
 def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, capsys):
