@@ -100,9 +100,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
 
 def same_settings(command: str, steps: bool = True) -> set[str]:
     """What the commands of a folder's runs must share: the script, and all flags but the seed, the model to start from,
-    and what a resumed run may change, except for the levels of evaluations and, if `steps`, the number of steps."""
-    shared = {"eval_num_levels", "eval_start_level"} | ({"total_timesteps"} if steps else set())
-    ignored = {"seed", *MAY_CHANGE} - shared
+    and what a resumed run may change, except for the number of steps if `steps`."""
+    ignored = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if steps else set())
     flags = {re.sub("^--init-from .*", "--init-from", flag) for flag in re.split(" +(?=--)", command.strip())}
     return {flag for flag in flags if flag.split(" ")[0][2:].replace("-", "_").removeprefix("no_") not in ignored}
 

@@ -335,6 +335,7 @@ class Bomb:
     [
         (ppo, {"precision": OTHER, "gamma": 0.9},
          f"cannot change --precision {OTHER} (there: {AUTO}), --gamma 0.9 (there: 0.999); to start a new run", None),
+        (ppo, {"eval_interval": 9, "eval_num_levels": 8}, "cannot change --eval-num-levels 8 (there: 0)", None),
         (impala, {"total_timesteps": 90}, "it has made 96 steps: raise --total-timesteps", None),
         (ppo, {}, "that is a run of other.py, not of ppo.py.", lambda saved: saved.update(script="other.py")),
         (ppo, {}, "that is a run of 2 ranks, not of 1.", lambda saved: saved.update(ranks=2 * saved["ranks"])),
@@ -346,7 +347,7 @@ class Bomb:
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(format=saved["format"] - 1)),
         (ppo, {}, "it has no checkpoint that can be read", lambda saved: saved.update(ranks=None)),
     ],
-    ids=["settings", "shorter", "script", "ranks", "older", "network", "replay", "code", "version", "part"],
+    ids=["settings", "levels", "shorter", "script", "ranks", "older", "network", "replay", "code", "version", "part"],
 )  # fmt: skip
 def test_what_would_be_another_run_is_refused(script, changes, words, change, run_copy, monkeypatch):
     """Nothing is changed in its folder, and nothing that a checkpoint holds is run."""
