@@ -294,7 +294,7 @@ class RecordFirstEnv(VectorWrapper):
     def finish_video(self, upload: bool) -> None:
         if self.writer is not None:
             self.encoder.submit(self.writer.close).result()
-            self.writer = None
+            self.encoder.submit(setattr, self, "writer", None).result()  # its finaliser could swallow a Ctrl-C here
             path = self.folder / f"episode-{self.episode}.mp4"
             try:
                 self.folder.mkdir(exist_ok=True)
