@@ -272,7 +272,7 @@ def places(args: Args) -> list[str]:
 
 
 def claim(job: Job, runs_dir: str, log: Path) -> IO | None:
-    """Lock a job that waits, until the file returned is closed; None if another process has started or finished it."""
+    """Lock a job that waits, until the file returned is closed. None, and another state, where that cannot be."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.fdopen(os.open(log, flags, 0o666), "a")

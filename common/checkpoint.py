@@ -375,7 +375,7 @@ def load_agent(
 ) -> tuple[torch.nn.Module, Any, Callable]:
     """The agent in a run folder, model or checkpoint, in evaluation mode, its settings, and its script's `make_envs`.
     `script` names another, such as the copy in a run folder, `env_id` a task of a module that may be imported. Raises
-    InputError if it does not fit, there is none, or the model names code that is neither given here nor our own."""
+    InputError if it does not fit, there is none, or it names code not given nor ours; TrainingError for infinity."""
     model = read_model(source)
     check_module(str(source), str(model["args"].get("env_id")), env_id)
     if env_id not in (None, model["args"].get("env_id")):
@@ -397,6 +397,7 @@ def load_agent(
     except (OSError, ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{source} is of another {path.name} ({reason}): use its commit or script.") from error
+    require_finite(model.get("step", 0), {f"{source}: {name}": x.sum() for name, x in agent.named_parameters()})
     accelerate(agent, "eager")
     return agent.eval(), args, module.make_envs
 

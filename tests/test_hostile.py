@@ -83,13 +83,17 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["lock", "progress.csv", ".tmp-0", "checkpoints/000000000001.pt", "videos", "new"])
 def test_a_folder_with_links_is_not_written_to(name, stranger, tmp_path):
     (tmp_path / "kept").write_text("mine")
-    (stranger / "lock").unlink()
-    (stranger / "lock").hardlink_to(tmp_path / "kept")
-    resume(stranger)
     (stranger / name).unlink(missing_ok=True)
     (stranger / name).symlink_to(tmp_path / "kept")
     with pytest.raises(InputError, match=f"{name} is a link or no regular file"):
         resume(stranger)
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
+def test_a_file_that_the_lock_is_a_hard_link_to_is_not_emptied(tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    (tmp_path / "lock").hardlink_to(tmp_path / "kept")
+    lock_folder(tmp_path).close()
     assert (tmp_path / "kept").read_text() == "mine"
 
 
@@ -178,12 +182,19 @@ def test_numbers_that_no_network_can_use(stranger, tmp_path, monkeypatch):
     model = torch.load(stranger / "model.pt", weights_only=True)
     model["agent"]["encoder.0.weight"][0, 0] = np.nan
     torch.save(model, stranger / "model.pt")
-    for attempt in (load_agent, lambda path: ppo.main(make_args(tmp_path / "runs", init_from=str(path)))):
+    attempts = load_agent, lambda path: ppo.main(make_args(tmp_path / "runs", init_from=str(path)))
+    for attempt in attempts:
         with pytest.raises(InputError, match=r"encoder\.0\.weight is NaN\."):
             attempt(stranger)
     model["agent"]["encoder.0.weight"][0, 0] = -np.inf
     torch.save(model, stranger / "model.pt")
-    load_agent(stranger)  # as buffers may be infinite
+    for attempt in attempts:
+        with pytest.raises(TrainingError, match=r"encoder\.0\.weight is -inf at step"):
+            attempt(stranger)
+    make = ppo.Agent.__init__
+    masked = lambda agent, *args: make(agent, *args) or agent.register_buffer("mask", torch.tensor(-np.inf))  # noqa: E731
+    monkeypatch.setattr(ppo.Agent, "__init__", masked)
+    assert load_agent(ppo.main(make_args(tmp_path / "runs")))[0].mask == -np.inf  # a buffer may be
 
 
 def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, capsys):

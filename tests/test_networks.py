@@ -60,8 +60,14 @@ def test_sizes():
         assert length(Path(script.__file__)) <= lines
         assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
     assert len(list(COMMON.glob("*.py"))) <= 14
-    assert length(*COMMON.glob("*.py")) <= 2535  # should be 2000, and may not grow until it is
-    assert length(*COMMON.rglob("*.py")) <= 3467  # with common/fast/
+    assert length(*COMMON.glob("*.py")) <= 2535  # the bounds are below: until they hold, it may not grow
+    assert length(*COMMON.rglob("*.py")) <= 3467
+
+
+@pytest.mark.xfail(strict=True, reason="levels, a second Procgen package, stacks of frames and progress exceed it")
+def test_common_is_within_its_bounds():
+    assert length(*COMMON.glob("*.py")) <= 2246  # and should be 2000
+    assert length(*COMMON.rglob("*.py")) <= 3177  # with common/fast/
 
 
 @ALL
