@@ -71,7 +71,7 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
             "exp_name": f"{Path(__file__).stem}-paper", "num_steps": 20, "batch_size": 32, "gamma": 0.99,
             "vtrace_lambda": 1.0, "sample_fraction": 1.0, "num_minibatches": 1, "clip_coef": None,
             "norm_reward": "clip", "optimizer": "rmsprop", "learning_rate": 6e-4, "anneal_lr": True,
-            "rmsprop_eps": 0.1 / 640, "max_grad_norm": 40 / 640,
+            "halve_lr_at": None, "rmsprop_eps": 0.1 / 640, "max_grad_norm": 40 / 640,
         },
     }  # fmt: skip
 
@@ -83,6 +83,8 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
+    halve_lr_at: Positive[int] | None = 1_310_720
+    """environment steps after which the learning rate is half, against falls of the return; None for never"""
     optimizer: Literal["rmsprop", "adam"] = "adam"
     """RMSProp as in the paper (decay 0.99, no momentum), or Adam"""
     rmsprop_eps: NotNegative[float] = 1e-4
@@ -456,10 +458,9 @@ def vtrace(logratio: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor,
     rho = ratio.clamp(max=args.rho_bar)
     c = args.vtrace_lambda * ratio.clamp(max=args.c_bar)
     deltas = rho * (rewards + discounts * values[1:] - values[:-1])
-    decays = discounts * c
     corrections = torch.zeros_like(values)  # v_t - V_t
     for t in reversed(range(len(rewards))):
-        corrections[t] = deltas[t] + decays[t] * corrections[t + 1]
+        corrections[t] = deltas[t] + discounts[t] * c[t] * corrections[t + 1]
     targets = values + corrections
     advantages = ratio.clamp(max=args.pg_rho_bar) * (rewards + discounts * targets[1:] - values[:-1])
     return targets[:-1], advantages
@@ -501,8 +502,7 @@ def learner_outputs(agent: Agent, unrolls: Unroll, args: Args) -> tuple[Tensor, 
     dist = action_dist(agent.action_space, params[:-1])
     logprobs = dist.log_prob(unrolls.actions)
     rewards = unrolls.rewards + args.gamma * unrolls.truncation_values
-    discounts = args.gamma * (1 - unrolls.dones)
-    targets, advantages = vtrace(logprobs - unrolls.logprobs, rewards, discounts, values, args)
+    targets, advantages = vtrace(logprobs - unrolls.logprobs, rewards, args.gamma * (1 - unrolls.dones), values, args)
     return logprobs, dist.entropy(), values[:-1], targets, advantages
 
 
@@ -634,9 +634,11 @@ def main(args: Args) -> Path:
             session.stop_actors = threads.close
 
         while step < run.total_steps:
-            if args.anneal_lr:
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * (1 - step / run.total_steps)
+            share = 1 - step / run.total_steps if args.anneal_lr else 1.0
+            if step >= (args.halve_lr_at or math.inf):
+                share /= 2
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * share
 
             # ---- collect
             if args.num_actors:
@@ -664,8 +666,7 @@ def main(args: Args) -> Path:
             progress.history.append(metrics)
             progress.ends = progress.ends | {experience.env: experience.end for experience in experiences}
             if step % args.log_interval < session.iteration_steps or step >= run.total_steps:
-                learning_rate = optimizer.param_groups[0]["lr"]
-                run.log(step, mean_metrics(progress.history) | {"charts/learning_rate": learning_rate})
+                run.log(step, mean_metrics(progress.history) | {"charts/learning_rate": rates[0] * share})
                 progress.history = []
             session.evaluate(step)
             # With --num-actors 0, unrolls of this round may still wait for a batch. Checkpoints lack them: save later.

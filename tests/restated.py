@@ -418,6 +418,7 @@ def impala(params: Parameters, history: list[list[Step]], orders: Iterator[list[
             played += args.num_steps
         batch, waiting = treat_rewards(waiting[: args.batch_size], scale, args), waiting[args.batch_size :]
         rate = args.learning_rate * (1 - i * size / args.total_timesteps if args.anneal_lr else 1)
+        rate *= 0.5 if args.halve_lr_at and i * size >= args.halve_lr_at else 1
         if args.preset == "appo":
             appo_pass(params, adam, batch, orders, rate, args)
         else:

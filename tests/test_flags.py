@@ -14,7 +14,7 @@ SMALL = {"num_steps": 8, "total_timesteps": 128, "learning_rate": 0.01, "n_pi": 
 OTHERS = {
     "seed": 2, "env_id": "Acrobot-v1", "num_envs": 8, "total_timesteps": 192, "num_steps": 16,
     "learning_rate": 0.02, "anneal_lr": True, "aux_learning_rate": 0.02, "adam_eps": 0.1, "rmsprop_eps": 0.1,
-    "optimizer": "rmsprop", "gamma": 0.5, "gae_lambda": 0.5, "vtrace_lambda": 0.5,
+    "halve_lr_at": 64, "optimizer": "rmsprop", "gamma": 0.5, "gae_lambda": 0.5, "vtrace_lambda": 0.5,
     "num_minibatches": 4, "sample_fraction": 0.5, "batch_size": 2, "update_epochs": 2, "e_policy": 2, "e_value": 2,
     "n_pi": 2, "e_aux": 3, "beta_clone": 0.0, "whole_rollouts": True, "num_aux_rollouts": 2, "num_aux_grad_accum": 2,
     "norm_adv": "none", "clip_coef": 1e-3, "clip_coef_vf": 1e-3, "kl_penalty": 1.0, "target_kl": 1e-9,

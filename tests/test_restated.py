@@ -145,7 +145,7 @@ IMPALA = {
     "all settings": SMALL | OTHER | {"anneal_lr": False, "rmsprop_eps": 1e-3},
 }
 APPO = {"default": {}, "other settings": OTHER | {"sample_fraction": 0.6, "num_minibatches": 5, "clip_coef": 0.05}}
-APPO["other settings"] |= {"anneal_lr": True, "micro_batch_size": 6}
+APPO["other settings"] |= {"anneal_lr": True, "halve_lr_at": 96, "micro_batch_size": 6}
 # Batches have two unrolls of some environments, and one of the others.
 APPO["scaled rewards"] = {"norm_reward": "return", "num_envs": 4, "batch_size": 6, "total_timesteps": 180}
 IMPALA |= {f"{name}, LSTM": IMPALA[name] | {"use_lstm": True} for name in ("small", "all settings")}

@@ -121,7 +121,7 @@ def test_presets_are_defaults(tmp_path, capsys):
 LIMITS = {  # settings: values within their limits, and outside
     "num_envs total_timesteps num_steps num_minibatches update_epochs clip_coef clip_coef_vf max_grad_norm "
     "target_kl feature_dim hidden_dim eval_episodes micro_batch_size keep_checkpoints e_policy e_value kl_penalty n_pi "
-    "e_aux num_aux_rollouts num_aux_grad_accum batch_size queue_size log_interval": ([1, 1e-9], [0, -1]),
+    "e_aux num_aux_rollouts num_aux_grad_accum batch_size queue_size log_interval halve_lr_at": ([1, 1e-9], [0, -1]),
     "learning_rate adam_eps ent_coef vf_coef intrinsic_coef eval_interval num_actors aux_learning_rate beta_clone "
     "checkpoint_interval rmsprop_eps num_levels start_level eval_num_levels eval_start_level": ([0, 1e9], [-1, -1e-9]),
     "gamma gae_lambda norm_reward_gamma intrinsic_gamma vtrace_lambda sample_fraction": ([0, 1, 0.5], [1.5, -0.1]),
