@@ -43,7 +43,7 @@ from common.checkpoint import load_agent, read_model
 from common.device import resolve_device, setup_device
 from common.envs import Envs, Episode, make_vec, open_video, spread_seed
 from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
-from common.procgen_env import LAST_LEVEL, ProcgenVectorEnv
+from common.procgen_env import LAST_LEVEL, PROCGEN_GAMES, ProcgenVectorEnv
 from common.run import LINE_SECONDS, write_atomically
 from common.session import one_line_errors
 from common.settings import EnvArgs, NotNegative, Positive, Seed, check_limits, flag
@@ -323,7 +323,8 @@ def evaluate(args: Args, task: Task, rows: list[dict[str, Any]]) -> dict[str, fl
     levels = task.levels * math.ceil(args.episodes / max(1, len(task.levels) * len(task.games)))
     episodes = len(levels) * len(task.games) or args.episodes
     num_envs, quota = share_episodes(episodes, args.num_envs, task.games)
-    what = f"{args.source or 'random policy'}: {task.settings.env_id}, {task.mode}, levels {args.levels}"
+    levels_played = f", {task.mode}, levels {args.levels}" if task.games[0] in PROCGEN_GAMES else ""
+    what = f"{args.source or 'random policy'}: {task.settings.env_id}{levels_played}"
     print(f"{what}, {episodes if levels else num_envs * quota} episodes", flush=True)
     played = task.play(levels, num_envs, quota)
     figures = {}

@@ -260,7 +260,7 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
             own = {"resume": None, "track": False, "runs_dir": str(Path(known.resume).parent)}  # not the file's
             args = from_json(args_class, saved | own)
         except Exception as error:  # of tyro's, too
-            raise InputError(f"--resume {known.resume} was made by a script with other flags ({error}).") from None
+            raise InputError(f"--resume {known.resume}: use the script that made it ({error}).") from None
         if saved.get("track") and "--track" not in words:
             print("note: that run was tracked: add --track to go on with that, too", file=sys.stderr)
     elif known.preset in args_class.presets:

@@ -238,7 +238,7 @@ def test_environments_that_change_or_end_the_process(close, finished, tmp_path, 
     monkeypatch.chdir(tmp_path)
     for line, words in (
         ("def make_envs(*_, **__): sys.exit(0)", "error: something ends the process (SystemExit(0))"),
-        ("raise SystemExit(0)", "(the script ends the process: SystemExit(0)): use its commit or script."),
+        ("raise SystemExit(0)", "(the script ends the process: SystemExit(0)): use its commit or --script."),
     ):
         copy = tmp_path / f"{len(line)}.py"
         copy.write_text(f"{Path(ppo.__file__).read_text()}import sys\n{line}\n")

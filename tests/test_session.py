@@ -110,7 +110,7 @@ def test_presets_are_defaults(tmp_path, capsys):
     there = {"resume": str(tmp_path), "runs_dir": str(tmp_path.parent)}  # not where a file says
     assert changed == impala.Args(seed=3, preset="paper", **there)  # which `--resume` refuses
     (tmp_path / "args.json").write_text('{"num_envs": null}')
-    with pytest.raises(InputError, match="was made by a script with other flags"):
+    with pytest.raises(InputError, match="use the script that made it"):
         parse(impala.Args, ["--resume", str(tmp_path)])
     own = {"env_id": "CartPole-v1", "total_timesteps": 16, "device": "cpu", "runs_dir": str(tmp_path)}
     own |= {"num_actors": 0, "num_envs": 4, "batch_size": 4, "num_steps": 4}
