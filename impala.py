@@ -19,7 +19,7 @@ README.md lists the choices that all three scripts share.
 Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, not with `--preset paper`):
 1. After V-trace comes a pass like PPO's, over a random three quarters of the steps. The ratio to the policy that
    V-trace used is clipped, as in IMPACT (Luo et al. 2020, https://arxiv.org/abs/1912.00167).
-2. The other defaults, too, are nearer to ppo.py's. The agent learns far more from a step (benchmarks/NOTES.md).
+2. The other defaults, too, are nearer to ppo.py's, and the learning rate halves once (benchmarks/NOTES.md says why).
 3. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
    (0.1) and the gradient's norm limit (40) by T x B. Set both again when you change T or B.
 4. RMSProp's epsilon is outside the root, where TensorFlow's 0.01 equals 0.1. The mean square starts at 0, not at 1.
