@@ -3,9 +3,8 @@
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
     python benchmarks/collect.py runs/*__* --unfinished --results my_results     # also others; elsewhere
 
-Each run folder becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, its progress.csv. Beside it stand its
-origin, seed<k>.meta.json, and its evaluations, seed<k>.eval.csv. The curve of a run that has not ended has its last
-step there, as `stopped_at`. Once the run goes on, its longer curve takes the place of the shorter.
+A run's progress.csv becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, beside its evaluations (.eval.csv) and
+origin (.meta.json, with `stopped_at` if it has not ended). Once the run goes on, the longer curve takes its place.
 """
 
 import re
@@ -76,6 +75,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         if type(args.get(name)) is not kind or (kind is int and args[name] < 0):
             raise InputError(f"{run_dir / 'args.json'} has a {name} that no script has")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
+    if args.get("preset") == "appo" and "halve_lr_at" not in args:  # an older run of impala.py
+        meta["command"] += " --halve-lr-at None"
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow
         at, had = checkpoint["step"], {name: int(rows) for name, rows in checkpoint["run"]["rows"].items()}

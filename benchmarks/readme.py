@@ -10,7 +10,7 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 # What tables and figures call the runs of a script, by their --exp-name, or the script; their order gives the colours
 LABELS = {"ppo": "PPO", "ppg": "PPG", "impala-appo": "IMPALA (APPO)", "impala-paper": "IMPALA (paper)"}
 LABELS |= {"ppg-long": "PPG (long phases)", "ppg-paper": "PPG (paper)", "ppg-dual": "PPG (dual)"}
-LABELS |= {"impala": LABELS["impala-appo"]}
+LABELS |= {"impala": LABELS["impala-appo"], "impala-full-rate": "IMPALA (full rate)"}
 
 
 def label(algorithm: str) -> str:

@@ -4,8 +4,7 @@
     python benchmarks/throughput.py --algorithms ppo --configurations plain default --repeats 1
 
 Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around its functions.
-Configurations take turns (A B C A B C ...), so that a machine that drifts slows all. Rollouts are shorter than by
-default (`--num-steps`). Minibatches have the same size, so that a step costs the same.
+Configurations take turns (A B C A B C ...). Rollouts are shorter than by default (`--num-steps`), minibatches are not.
 
 Configurations of the encoder (all else is the same):
 

@@ -284,9 +284,7 @@ def find_run(args: Any, script: str, world: World) -> Resumed | None:
 def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
     """Run folders in --runs-dir with the settings of `args`, also of steps and evaluations (a run cannot make up for
     those that it has gone past), the newest first, and whether each run has ended."""
-    may_differ = MAY_CHANGE - {"total_timesteps"}
-    if args.eval_interval:
-        may_differ -= {name for name in vars(args) if name.startswith("eval_")}
+    may_differ = MAY_CHANGE - {"total_timesteps", "eval_interval", "eval_episodes"}
     found = []
     for path in Path(args.runs_dir).absolute().glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
@@ -298,7 +296,8 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
     """Names of the settings of `args` that differ from `settings`, but for those that may."""
-    defaults = to_json(type(args)())  # which an older version had, where it lacks a setting
+    preset = args.presets.get(str(settings.get("preset")), {})
+    defaults = to_json(type(args)()) | preset  # which an older version had, where it lacks a setting
     fixed = {name: value for name, value in to_json(args).items() if name not in may_differ}
     return [name for name, value in fixed.items() if settings.get(name, defaults[name]) != value]
 

@@ -212,7 +212,7 @@ def to_json(args: Any) -> dict[str, Any]:
 
 def from_json(args_class: type, saved: dict[str, Any]) -> Any:
     """The settings of class `args_class` that `to_json` saved, by tyro's parser. Raises any error for others."""
-    hints, settings = get_type_hints(args_class), dict(saved)
+    hints, settings = get_type_hints(args_class), args_class.presets.get(str(saved.get("preset")), {}) | saved
     for name, value in saved.items():
         if name in hints:
             parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hints[name], set()))

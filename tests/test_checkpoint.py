@@ -536,6 +536,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     for name, file, change in (
         ("other", "args.json", {"seed": 5}),
         ("longer", "args.json", {"total_timesteps": 10**6}),
+        ("evaluated", "args.json", {"eval_interval": 100}),
         ("ended", "meta.json", {"finished": "2030-01-01T00:00:00Z"}),
         ("ranks", "meta.json", {"ranks": 2}),
         ("older", "meta.json", {"started": "2000-01-01T00:00:00Z"}),
@@ -555,7 +556,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     assert all(f"passes {runs / name} over" in notes for name in ("in-use", "no-checkpoint"))
     check_same_run(path, undisturbed(ppg))
     assert path in [each for each, _ in checkpoint.runs_of(args, "ppg.py")]
-    assert checkpoint.runs_of(replace(args, eval_interval=100), "ppg.py") == []  # it has no evaluations
+    assert [each for each, _ in checkpoint.runs_of(replace(args, eval_interval=100), "ppg.py")] == [runs / "evaluated"]
     shutil.rmtree(runs / "older")
     there = [*runs.iterdir()]
     with helpers.in_use(runs / "in-use"):

@@ -223,6 +223,7 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
         "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
         "other settings than maze__ppo__1__1 .--gamma 0.9.:": gamma,
         "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
+        "other settings than .*--halve-lr-at None": write_run(runs, "ppo", "maze", 8, 5.0, preset="appo"),
         r"another run of this seed is there .maze__ppo__1__1\)": older,
         "another run of this seed is there": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
     }
@@ -238,7 +239,7 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
         made(*list(left_out.values())[:2])
     with pytest.raises(InputError, match=r"--baseline ppo needs its runs and others\. There are ppo"):
         made(*run_dirs, baseline="ppo")
-    with pytest.raises(InputError, match=r"7 of 10 runs are not collected: .*no run folder.*let it end first"):
+    with pytest.raises(InputError, match=r"8 of 11 runs are not collected: .*no run folder.*let it end first"):
         collect.main(collect.Args(run_dirs, tmp_path / "results"))
     text, _ = made(results=tmp_path / "results")
     assert "6.00 (n = 2: 6.00, 6.00)" in text  # collect.py keeps the first that it gets

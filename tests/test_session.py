@@ -15,6 +15,7 @@ import impala
 import ppg
 import ppo
 from common import InputError, settings
+from common.checkpoint import differences
 from common.envs import Envs
 from common.run import command
 from common.session import Session
@@ -109,6 +110,10 @@ def test_presets_are_defaults(tmp_path, capsys):
     changed = parse(impala.Args, ["--resume", str(tmp_path), "--preset", "paper"])
     there = {"resume": str(tmp_path), "runs_dir": str(tmp_path.parent)}  # not where a file says
     assert changed == impala.Args(seed=3, preset="paper", **there)  # which `--resume` refuses
+    older = {name: value for name, value in dataclasses.asdict(paper).items() if name != "halve_lr_at"}
+    (tmp_path / "args.json").write_text(json.dumps(older))  # of a version without this flag
+    assert dataclasses.replace(parse(impala.Args, ["--resume", str(tmp_path)]), resume=None, runs_dir="runs") == paper
+    assert differences(paper, older, set()) == []
     (tmp_path / "args.json").write_text('{"num_envs": null}')
     with pytest.raises(InputError, match="use the script that made it"):
         parse(impala.Args, ["--resume", str(tmp_path)])
