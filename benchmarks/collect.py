@@ -51,11 +51,13 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
             raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
     target = folder / f"seed{args['seed']}.csv"
     places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
+    there = read_json(target.with_suffix(".meta.json"))
     for name, path in places.items():
         texts = path.read_text() if path.exists() else "", logs.get(name, "")
         old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
-        if not new.startswith(old):
-            other = read_json(target.with_suffix(".meta.json")).get("run_dir", path.relative_to(results))
+        longer = there.get("run_dir") == run_dir.name and len(new) >= len(old)  # resumed, it may have other rows
+        if not (longer or new.startswith(old)):
+            other = there.get("run_dir", path.relative_to(results))
             raise InputError(f"{run_dir} is left out: another run of this seed is there ({other})")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
@@ -65,8 +67,7 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
 
 
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curve, dict[str, str]]:
-    """Settings, origin, curve, and the texts of its CSVs. The origin of a run that has not ended has its last step as
-    `stopped_at`. Raises InputError for no run folder, and for a file that is damaged or has lost rows."""
+    """A run's settings, origin, curve, and texts of CSVs. Raises InputError for none, for damage, and for lost rows."""
     curves.check_files(*run_dir.glob("*"), *run_dir.glob("checkpoints/*"))
     args, meta = (read_json(run_dir / name) for name in ("args.json", "meta.json"))
     if not (args and isinstance(meta.get("command"), str)):
@@ -100,8 +101,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
 
 
 def same_settings(command: str, steps: bool = True) -> set[str]:
-    """What the commands of a folder's runs must share: the script, and all flags but the seed, the model to start from,
-    and what a resumed run may change, except for the number of steps if `steps`."""
+    """The script and the flags that the commands of a folder's runs must share, with the number of steps if `steps`."""
     ignored = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if steps else set())
     flags = {re.sub("^--init-from .*", "--init-from", flag) for flag in re.split(" +(?=--)", command.strip())}
     return {flag for flag in flags if flag.split(" ")[0][2:].replace("-", "_").removeprefix("no_") not in ignored}
