@@ -298,6 +298,7 @@ class RecordFirstEnv(VectorWrapper):
             path = self.folder / f"episode-{self.episode}.mp4"
             try:
                 self.folder.mkdir(exist_ok=True)
+                path.unlink(missing_ok=True)  # it may be a hard link
                 path.write_bytes(self.content.getbuffer())
             except OSError as error:  # a full disk, say
                 print(f"warning: {path} cannot be written ({error.strerror})", file=sys.stderr)

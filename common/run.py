@@ -369,7 +369,7 @@ def lock_folder(path: Path, note: bool = True) -> IO:
     """Lock a run's folder until the returned file is closed, if there are locks. Raises InputError if it is in use, and
     OSError if it holds a link or a device: what is written into the folder could go elsewhere."""
     for each in path.rglob("*"):
-        if each.is_symlink() or not (each.is_file() or each.is_dir()):
+        if each.is_symlink() or not (each.is_file() or each.is_dir() or not each.exists()):  # its writer took it away
             raise OSError(errno.ELOOP, f"{each} is a link or no regular file")
     file = (path / "lock").open("a")  # not "w", as it may be a hard link
     try:

@@ -177,8 +177,7 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
                 raise InputError(f"{flag(name)} {given!r} would come back from args.json as {kept[name]!r}: use that.")
         if self.init_heads != "keep" and not self.init_from:
             raise InputError("--init-heads is for a run that starts from another: add --init-from, or leave it out.")
-        levels = self.eval_num_levels or self.eval_start_level
-        if levels and not self.eval_interval and self.resume in (None, "auto"):  # a resumed run may end them
+        if (self.eval_num_levels or self.eval_start_level) and not self.eval_interval and self.resume in (None, "auto"):
             raise InputError("--eval-num-levels and --eval-start-level need evaluations: add --eval-interval.")
         for name, package in {"track": "wandb", "capture_video": "av"}.items():
             if getattr(self, name) and not find_spec(package):

@@ -351,6 +351,11 @@ def test_videos_of_the_first_environment(tmp_path, monkeypatch, capsys):
     odd.video.folder, odd.video.env.render = tmp_path / "odd", lambda: [np.zeros((301, 401, 4), np.uint8)]
     odd.step(np.zeros(1, int))
     odd.video.finish_video(upload=False)
+    (tmp_path / "linked").hardlink_to(tmp_path / "odd" / "episode-0.mp4")
+    odd.video.episode = 0
+    odd.step(np.zeros(1, int))
+    odd.video.finish_video(upload=False)
+    assert (tmp_path / "linked").stat().st_nlink == 1  # it is not written over
     odd.video.folder = tmp_path / "odd" / "episode-0.mp4"  # where none can be written, as on a full disk
     odd.step(np.zeros(1, int))
     odd.close()
