@@ -23,8 +23,7 @@ Differs from the paper and from DeepMind's scalable_agent (1 and 2: by default, 
 3. Losses are means over a minibatch. For the paper's sums over T x B steps, `--preset paper` divides RMSProp's epsilon
    (0.1) and the gradient's norm limit (40) by T x B. Set both again when you change T or B.
 4. RMSProp's epsilon is outside the root, where TensorFlow's 0.01 equals 0.1. The mean square starts at 0, not at 1.
-5. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in the paper and in SEED RL.
-   rlax multiplies the bracket by lambda, too.
+5. With lambda below 1, on-policy advantages are delta_t + gamma (v_(t+1) - V_(t+1)), as in SEED RL, not as in rlax.
 6. The LSTM does not see the last action and reward, is as wide as the features, and starts with PyTorch's weights.
 7. Max-pooling pads both sides; TensorFlow pads one side.
 8. Unrolls that wait in the queue when a run ends are dropped, and their episodes are not logged.
@@ -74,6 +73,7 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
             "halve_lr_at": None, "rmsprop_eps": 0.1 / 640, "max_grad_norm": 40 / 640,
         },
     }  # fmt: skip
+    earlier: ClassVar[dict[str, Any]] = {"halve_lr_at": None}
 
     exp_name: str = f"{Path(__file__).stem}-appo"
     """name of the experiment, a part of the run folder's name"""

@@ -296,10 +296,9 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
     """Names of the settings of `args` that differ from `settings`, but for those that may."""
-    preset = args.presets.get(str(settings.get("preset")), {})
-    defaults = to_json(type(args)()) | preset  # which an older version had, where it lacks a setting
+    there = to_json(type(args)()) | args.earlier | settings
     fixed = {name: value for name, value in to_json(args).items() if name not in may_differ}
-    return [name for name, value in fixed.items() if settings.get(name, defaults[name]) != value]
+    return [name for name, value in fixed.items() if there[name] != value]
 
 
 def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:

@@ -164,6 +164,7 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     """write videos of environment 0 into the run folder"""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name: the settings of a preset that are not the defaults
+    earlier: ClassVar[dict[str, Any]] = {}  # what runs of versions without a setting did, if not as its default says
 
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
@@ -212,7 +213,7 @@ def to_json(args: Any) -> dict[str, Any]:
 
 def from_json(args_class: type, saved: dict[str, Any]) -> Any:
     """The settings of class `args_class` that `to_json` saved, by tyro's parser. Raises any error for others."""
-    hints, settings = get_type_hints(args_class), args_class.presets.get(str(saved.get("preset")), {}) | saved
+    hints, settings = get_type_hints(args_class), args_class.earlier | saved
     for name, value in saved.items():
         if name in hints:
             parser = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hints[name], set()))
