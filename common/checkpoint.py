@@ -395,7 +395,7 @@ def load_agent(
     except (OSError, ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{source} is of another {path.name} ({reason}): use its commit or --script.") from error
-    require_finite(model.get("step", 0), {f"{source}: {name}": x.sum() for name, x in agent.named_parameters()})
+    require_finite(model.get("step", 0), {f"in {source}: {name}": x.sum() for name, x in agent.named_parameters()})
     accelerate(agent, "eager")
     return agent.eval(), args, module.make_envs
 
