@@ -76,7 +76,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         if type(args.get(name)) is not kind or (kind is int and args[name] < 0):
             raise InputError(f"{run_dir / 'args.json'} has a {name} that no script has")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
-    if args.get("preset") == "appo" and "halve_lr_at" not in args:  # an older run of impala.py
+    if meta.get("script") == "impala.py" and args.get("preset") == "appo" and "halve_lr_at" not in args:  # an older run
         meta["command"] += " --halve-lr-at None"
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow
@@ -84,7 +84,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     except (InputError, LookupError, AttributeError, TypeError, ValueError):  # none, or one of an older version
         at, had = 0, {}
     logs = {}
-    for name in ("progress.csv", "eval.csv") if args.get("eval_interval") else ("progress.csv",):
+    for name in ("progress.csv", "eval.csv") if args.get("eval_interval") or had.get("eval.csv") else ("progress.csv",):
         logs[name] = re.sub(r"[^\n]+\Z", "", curves.read_text(run_dir / name))  # without a row that is not whole
         rows = sum(int(step) <= at for step in re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE))
         if rows < had.get(name, 0):

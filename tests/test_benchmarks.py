@@ -20,7 +20,7 @@ from helpers import read_csv
 from test_report import write_run
 
 
-def test_collect_copies_a_curve_and_its_origin(tmp_path):
+def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
     words = f" --num-levels 200 --runs-dir {tmp_path / 'runs'}"
     run_dir = write_run(tmp_path / "runs", "ppo", "maze", 3, 5.0, 16, words, num_levels=200, eval_interval=8)
     progress, meta, evaluations = (run_dir / name for name in ("progress.csv", "meta.json", "eval.csv"))
@@ -50,6 +50,9 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
         collected("results", its_origin=killed)  # in its last evaluation
     with pytest.raises(InputError, match=r"another run of this seed is there \("):
         collected("results", part, unfinished=True)  # not the shorter for the longer
+    write_json(run_dir / "args.json", read_json(run_dir / "args.json") | {"eval_interval": 0})  # it has gone on without
+    monkeypatch.setattr(collect, "newest_checkpoint", lambda path: {"step": 16, "run": {"rows": {"eval.csv": 1}}})
+    assert collected("results") == found
 
 
 def test_collect_compares_what_makes_a_run():

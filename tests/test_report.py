@@ -23,6 +23,8 @@ import report
 from common import InputError
 from common.checkpoint import FORMAT, write_archive
 from common.evaluation import RETURN_RANGES
+from common.run import write_json
+from common.settings import read_json
 from helpers import small_args
 
 
@@ -217,13 +219,15 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
     write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904)
     write_run(runs, "ppo", "maze", 3, 7.0, steps=163_840, total_timesteps=1_015_808)
     gamma = write_run(runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9")
+    full_rate = write_run(runs, "ppo", "maze", 8, 5.0, preset="appo")
+    write_json(full_rate / "meta.json", read_json(full_rate / "meta.json") | {"script": "impala.py"})
     left_out = {
         " is no run folder": runs,
         "has no rows": write_run(runs, "ppo", "maze", 4, 5.0, steps=0),
         "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
         "other settings than maze__ppo__1__1 .--gamma 0.9.:": gamma,
         "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
-        "other settings than .*--halve-lr-at None": write_run(runs, "ppo", "maze", 8, 5.0, preset="appo"),
+        "other settings than .*--halve-lr-at None": full_rate,
         r"another run of this seed is there .maze__ppo__1__1\)": older,
         "another run of this seed is there": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
     }
