@@ -216,7 +216,7 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
     runs = tmp_path / "runs"
     older = write_run(runs, "ppo", "maze", 1, 6.0)
     write_run(runs, "ppo", "maze", 1, 5.0)
-    write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904)
+    write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904, preset="appo")  # a copy of impala.py without halve_lr_at
     write_run(runs, "ppo", "maze", 3, 7.0, steps=163_840, total_timesteps=1_015_808)
     gamma = write_run(runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9")
     full_rate = write_run(runs, "ppo", "maze", 8, 5.0, preset="appo")
