@@ -21,7 +21,7 @@ from common import InputError
 from common.checkpoint import MAY_CHANGE, newest_checkpoint
 from common.run import write_atomically, write_json
 from common.session import one_line_errors
-from common.settings import read_json
+from common.settings import flag, read_json
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = {"exp_name": str, "env_id": str, "distribution_mode": str}  # of the settings that name a curve
@@ -45,7 +45,7 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     steps = bool(args.get("anneal_lr"))  # without, the number of steps changes none of them
     for neighbour in folder.glob("*.meta.json"):
         there = read_json(neighbour)
-        if flags := same_settings(meta["command"], steps) ^ same_settings(str(there.get("command")), steps):
+        if flags := same_settings(meta, steps) ^ same_settings(there, steps):
             other = there.get("run_dir", neighbour.relative_to(results))  # older curves do not have it
             words = f"{run_dir} has other settings than {other} ({', '.join(sorted(flags))})"
             raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
@@ -100,11 +100,12 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     return args, meta, curve, logs
 
 
-def same_settings(command: str, steps: bool = True) -> set[str]:
-    """The script and the flags that the commands of a folder's runs must share, with the number of steps if `steps`."""
-    ignored = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if steps else set())
-    flags = {re.sub("^--init-from .*", "--init-from", flag) for flag in re.split(" +(?=--)", command.strip())}
-    return {flag for flag in flags if flag.split(" ")[0][2:].replace("-", "_").removeprefix("no_") not in ignored}
+def same_settings(meta: dict[str, Any], steps: bool = True) -> frozenset[str]:
+    """What a folder's runs must share: script, flags, earlier ends of annealing, and the number of steps if `steps`."""
+    ignored = {flag(name) for name in ("seed", *MAY_CHANGE) if not steps or name != "total_timesteps"}
+    parts = re.split(" +(?=--)", str(meta.get("command")).strip()) + re.findall(r"'annealed_to': \d+", str(meta))
+    parts = [re.sub("^--init-from .*", "--init-from", part) for part in parts]
+    return frozenset(part for part in parts if part.split(" ")[0].replace("--no-", "--") not in ignored)
 
 
 @dataclass

@@ -175,8 +175,7 @@ def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
             _, meta, curve, _ = read_run(run_dir)
             if not any(curve.episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
-            settings = str(sorted(same_settings(meta["command"], steps=False)))
-            found.append((settings, curve.steps[-1], str(meta.get("started")), run_dir))
+            found.append((same_settings(meta, steps=False), curve.steps[-1], str(meta.get("started")), run_dir))
         except (InputError, OSError) as error:
             left_out.append(str(error))
     seeds = Counter(settings for settings, *_ in found)
@@ -255,8 +254,8 @@ def notes(protocol: Protocol) -> list[str]:
             continue
         hashes = [set(re.findall(SCRIPT_HASH, str(metas))) for metas in runs]
         named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
-        commands = [re.sub(named, "", str(metas[0].get("command"))) for metas in runs]
-        ours, theirs = (same_settings(command, steps="--anneal-lr" in str(commands)) for command in commands)
+        plain = [{"command": re.sub(named, "", str(metas[0].get("command")))} for metas in runs]
+        ours, theirs = (same_settings(meta, steps="--anneal-lr" in str(plain)) for meta in plain)
         only = [" ".join(sorted(flags)) or "the defaults" for flags in (ours - theirs, theirs - ours)]
         line = f"- {readme.label(algorithm)} was started with {only[0]}, {protocol.versus} with {only[1]}"
         if ours == theirs:

@@ -297,8 +297,7 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
     """Names of the settings of `args` that differ from `settings`, but for those that may."""
     there = to_json(type(args)()) | args.earlier | settings
-    fixed = {name: value for name, value in to_json(args).items() if name not in may_differ}
-    return [name for name, value in fixed.items() if there[name] != value]
+    return [name for name, value in to_json(args).items() if name not in may_differ and there[name] != value]
 
 
 def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
@@ -320,8 +319,6 @@ def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
         there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
         other = f"to start a new run from its weights, use --init-from {path}."
         raise InputError(f"--resume {path}: a resumed run cannot change {', '.join(there)}; {other}")
-    if getattr(args, "anneal_lr", False) and (was := settings["total_timesteps"]) != args.total_timesteps:
-        print(f"note: --anneal-lr now ends at {args.total_timesteps:,} steps, not at {was:,}", file=sys.stderr)
     return Resumed(path, lock, checkpoint)
 
 

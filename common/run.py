@@ -125,8 +125,11 @@ class Run:
         if meta["script_sha256"] != here["script_sha256"]:
             print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
         if resumed:
-            process = {name: value for name, value in here.items() if name not in ("command", "script")}
-            meta["resumed"].append(process | {"step": self.step})
+            meta["resumed"].append(here | {"step": self.step})
+            now, was = self.args.total_timesteps, resumed.checkpoint["args"].get("total_timesteps")
+            if getattr(self.args, "anneal_lr", False) and now != was:
+                print(f"note: --anneal-lr now ends at {now:,} steps, not at {was:,}", file=sys.stderr)
+                meta["resumed"][-1]["annealed_to"] = was
         return meta | {"command": here["command"], "finished": None}
 
     def track(self, config: dict[str, Any]) -> Any:

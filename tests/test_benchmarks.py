@@ -56,16 +56,21 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
 
 
 def test_collect_compares_what_makes_a_run():
-    """Not where it was run, on what, or what a resumed run may change."""
+    """Not where it was run, on what, or what a resumed run may change; but what its rate was annealed to before."""
+
+    def same_settings(command, *resumed):
+        return collect.same_settings({"command": command, "resumed": resumed})
+
     plain = "python ppo.py --env-id maze --learning-rate 1e-4 --total-timesteps 100"
     same = "python ppo.py --seed 3 --total-timesteps 100 --device cuda:1 --no-torch-deterministic --env-id maze "
     same += "--learning-rate 1e-4 --checkpoint-interval 0.5 --wandb-project-name 'a b' --track"
-    assert collect.same_settings(f"{plain} --init-from a") == collect.same_settings(f"{same} --init-from b")
-    assert collect.same_settings(plain) == collect.same_settings(same)
+    assert same_settings(f"{plain} --init-from a") == same_settings(f"{same} --init-from b")
+    assert same_settings(plain) == same_settings(same)
     others = plain.replace("1e-4", "1e-5"), plain.replace("100", "200"), plain + " --anneal-lr", plain[:-22]
     others += plain.replace("ppo.py", "ideas/ppo.py"), f"{plain} --init-from a", f"{plain} --eval-num-levels 9"
     for other in others:
-        assert collect.same_settings(other) != collect.same_settings(plain)
+        assert same_settings(other) != same_settings(plain)
+    assert same_settings(plain, {"step": 64, "annealed_to": 50}) != same_settings(plain, {"step": 64})
 
 
 def measure_tiny(algorithm, file):

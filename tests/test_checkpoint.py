@@ -424,7 +424,7 @@ def test_settings_of_all_kinds_come_back(tmp_path):
 
 
 @ALL
-def test_annealing_is_of_each_group_from_its_own_rate(script, tmp_path, monkeypatch):
+def test_annealing_is_of_each_group_from_its_own_rate(script, tmp_path, monkeypatch, capsys):
     """In a resumed run, too."""
     make, rates = script.Adam, []
 
@@ -439,6 +439,9 @@ def test_annealing_is_of_each_group_from_its_own_rate(script, tmp_path, monkeypa
     left = 1 - (384 - (16 if script is impala else 32)) / 384
     for part, initial in zip(optimizers.values(), rates[len(optimizers) :], strict=True):
         assert [group["lr"] for group in part["param_groups"]] == [rate * left for rate in initial]
+    resume(script, path, total_timesteps=416)
+    assert "note: --anneal-lr now ends at 416 steps, not at 384" in capsys.readouterr().err
+    assert [each.get("annealed_to") for each in read_json(path / "meta.json")["resumed"]] == [None, 384]
 
 
 def test_any_plain_values_in_the_state_of_a_part_or_of_environments_come_back(undisturbed, tmp_path, monkeypatch):
