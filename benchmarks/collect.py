@@ -17,6 +17,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
+import impala
 from common import InputError
 from common.checkpoint import MAY_CHANGE, newest_checkpoint
 from common.run import write_atomically, write_json
@@ -36,27 +37,31 @@ def folder_name(text: str) -> str:
 def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     """Copy one run's curve to a folder of `results`; return the CSV written. Raises InputError as `read_run`, and for a
     run that is not to be collected unfinished, or that differs in settings from seeds there."""
-    args, meta, _, logs = read_run(run_dir)
+    args, meta, curve, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
         raise InputError(f"{run_dir} is at step {meta['stopped_at']} of {args['total_timesteps']}: let it end first")
     names = (f"{args['distribution_mode']}-{args['num_levels'] or 'all'}", args["exp_name"], args["env_id"])
     folder = results.joinpath(*map(folder_name, names))
     curves.check_files(*folder.glob("*"))
-    steps = bool(args.get("anneal_lr"))  # without, the number of steps changes none of them
     for neighbour in folder.glob("*.meta.json"):
         there = read_json(neighbour)
-        if flags := same_settings(meta, steps) ^ same_settings(there, steps):
-            other = there.get("run_dir", neighbour.relative_to(results))  # older curves do not have it
-            words = f"{run_dir} has other settings than {other} ({', '.join(sorted(flags))})"
+        other = there.get("run_dir", neighbour.relative_to(results))  # older curves do not have it
+        if not isinstance(theirs := there.get("settings"), dict):
+            raise InputError(f"{run_dir}: {neighbour} has no settings to compare: collect {other} again, elsewhere")
+        mine = meta["settings"]
+        if names := [name for name in mine if theirs.get(name, mine[name]) != mine[name]]:
+            words = ", ".join(f"{flag(name)} {mine[name]} (there: {theirs[name]})" for name in names)
+            words = f"{run_dir} has other settings than {other}: {words}"
             raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
     target = folder / f"seed{args['seed']}.csv"
     places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
     there = read_json(target.with_suffix(".meta.json"))
+    goes_on = there.get("run_dir") == run_dir.name and "stopped_at" in there and curve.steps[-1] >= there["stopped_at"]
+    goes_on &= str(meta.get("resumed")).startswith(str(there.get("resumed"))[:-1])  # not a copy that went elsewhere
     for name, path in places.items():
-        texts = path.read_text() if path.exists() else "", logs.get(name, "")
+        texts = curves.read_text(path) if path.exists() else "", logs.get(name, "")
         old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
-        longer = there.get("run_dir") == run_dir.name and len(new) >= len(old)  # resumed, it may have other rows
-        if not (longer or new.startswith(old)):
+        if not (goes_on or new.startswith(old)):  # resumed, it may have other rows
             other = there.get("run_dir", path.relative_to(results))
             raise InputError(f"{run_dir} is left out: another run of this seed is there ({other})")
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +81,11 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         if type(args.get(name)) is not kind or (kind is int and args[name] < 0):
             raise InputError(f"{run_dir / 'args.json'} has a {name} that no script has")
     meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
-    if meta.get("script") == "impala.py" and args.get("preset") == "appo" and "halve_lr_at" not in args:  # an older run
-        meta["command"] += " --halve-lr-at None"
+    earlier = impala.Args.earlier if meta.get("script") == "impala.py" else {}  # what its older runs did
+    settings = earlier | args | {"init_from": bool(args.get("init_from")), "ranks": meta.get("ranks", 1)}
+    settings |= {"script": meta.get("script"), "annealed_to": re.findall(r"'annealed_to': (\d+)", str(meta))}
+    ignored = {"seed", "capture_video", *MAY_CHANGE} - ({"total_timesteps"} if args.get("anneal_lr") else set())
+    meta["settings"] = {name: value for name, value in settings.items() if name not in ignored}
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow
         at, had = checkpoint["step"], {name: int(rows) for name, rows in checkpoint["run"]["rows"].items()}
@@ -98,14 +106,6 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     if "eval.csv" in logs and "," not in args["env_id"]:
         curves.read_evaluations(run_dir / "eval.csv", logs["eval.csv"])
     return args, meta, curve, logs
-
-
-def same_settings(meta: dict[str, Any], steps: bool = True) -> frozenset[str]:
-    """What a folder's runs must share: script, flags, earlier ends of annealing, and the number of steps if `steps`."""
-    ignored = {flag(name) for name in ("seed", *MAY_CHANGE) if not steps or name != "total_timesteps"}
-    parts = re.split(" +(?=--)", str(meta.get("command")).strip()) + re.findall(r"'annealed_to': \d+", str(meta))
-    parts = [re.sub("^--init-from .*", "--init-from", part) for part in parts]
-    return frozenset(part for part in parts if part.split(" ")[0].replace("--no-", "--") not in ignored)
 
 
 @dataclass

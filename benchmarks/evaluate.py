@@ -162,8 +162,7 @@ class Task:
             if time.monotonic() - last_shown > LINE_SECONDS:
                 last_shown = time.monotonic()
                 print(f"{'film: ' if draw else ''}{finished / (num_envs * quota):.0%} of the episodes", file=sys.stderr)
-            begun = np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []
-            for env in begun:
+            for env in np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []:
                 envs.unwrapped.set_next_level(env, next(queues[env]))
             if draw is not None:
                 draw(envs)

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
 import readme
 import throughput
-from collect import RESULTS, collect, folder_name, read_run, same_settings
+from collect import RESULTS, collect, folder_name, read_run
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
 from common.run import write_atomically
 from common.session import one_line_errors
-from common.settings import NotNegative, check_limits, read_json
+from common.settings import NotNegative, check_limits, flag, read_json
 
 plt.switch_backend("Agg")  # draws without a screen
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
@@ -175,7 +175,7 @@ def gather(run_dirs: Iterable[Path], folder: Path) -> list[str]:
             _, meta, curve, _ = read_run(run_dir)
             if not any(curve.episodes):
                 raise InputError(f"{run_dir}: no episode has finished yet")
-            found.append((same_settings(meta, steps=False), curve.steps[-1], str(meta.get("started")), run_dir))
+            found.append((str(meta["settings"]), curve.steps[-1], str(meta.get("started")), run_dir))
         except (InputError, OSError) as error:
             left_out.append(str(error))
     seeds = Counter(settings for settings, *_ in found)
@@ -253,14 +253,14 @@ def notes(protocol: Protocol) -> list[str]:
         if not runs[1]:
             continue
         hashes = [set(re.findall(SCRIPT_HASH, str(metas))) for metas in runs]
-        named = r" (\S+\.py|--exp-name ('[^']*'|\S+))(?= |$)"  # the script and the idea's name
-        plain = [{"command": re.sub(named, "", str(metas[0].get("command")))} for metas in runs]
-        ours, theirs = (same_settings(meta, steps="--anneal-lr" in str(plain)) for meta in plain)
-        only = [" ".join(sorted(flags)) or "the defaults" for flags in (ours - theirs, theirs - ours)]
+        ours, theirs = (metas[0].get("settings", {}) for metas in runs)
+        both = sorted(ours.keys() & theirs.keys() - {"exp_name", "script"})
+        names = [name for name in both if ours[name] != theirs[name]]
+        only = [" ".join(f"{flag(name)} {each[name]}" for name in names) for each in (ours, theirs)]
         line = f"- {readme.label(algorithm)} was started with {only[0]}, {protocol.versus} with {only[1]}"
-        if ours == theirs:
+        if not names:
             line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
-        if ours != theirs or hashes[0] & hashes[1]:
+        if names or (ours and hashes[0] & hashes[1]):
             found.setdefault(readme.one_line(line), []).append(game)
     return [f"{line}: {', '.join(games)}" for line, games in found.items()]
 

@@ -47,9 +47,9 @@ import readme
 from common import InputError, TrainingError
 from common.device import resolve_device, resolve_precision
 from common.envs import Envs
-from common.run import Run, provenance, write_json
+from common.run import Run, provenance, write_atomically, write_json
 from common.session import one_line_errors
-from common.settings import NotNegative, Positive, check_limits, read_json
+from common.settings import Positive, check_limits, read_json
 
 CONFIGURATIONS = ("plain", "plain+malloc", "plain+malloc+permuted", "fp32", "default")
 ACCELERATED = ("compile", "cudagraphs")
@@ -69,7 +69,7 @@ class Args:
     """a Procgen game"""
     device: str = "auto"
     """auto, cpu or cuda"""
-    repeats: NotNegative[int] = 3
+    repeats: Positive[int] = 3
     """measurements of each configuration, in turn"""
     num_steps: Positive[int] = 32
     """steps of each environment in an iteration"""
@@ -103,8 +103,7 @@ def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     mode = configuration if configuration in ACCELERATED else "eager"
     args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
     device = resolve_device(args.device)
-    args.precision = "auto" if configuration in ("default", *ACCELERATED) else "fp32"
-    args.precision = resolve_precision(args.precision, device)
+    args.precision = resolve_precision("auto" if configuration in ("default", *ACCELERATED) else "fp32", device)
     if configuration.startswith("plain"):
         args.micro_batch_size = 2**30
         fast = sys.modules[script.accelerate.__module__]
@@ -291,9 +290,8 @@ def table(rows: list[dict[str, str]]) -> str:
         group, peaks = groups[algorithm, configuration, ""], groups.get((algorithm, configuration, "memory"), [])
         row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
         for other in ("plain", "plain+malloc"):  # in the same round
-            others = groups.get((algorithm, other, ""), [])
-            theirs = {each["repeat"]: float(each["steps_per_second"]) for each in others}
-            both = [(float(each["steps_per_second"]), theirs.get(each["repeat"])) for each in group]
+            base = {each["repeat"]: float(each["steps_per_second"]) for each in groups.get((algorithm, other, ""), [])}
+            both = [(float(each["steps_per_second"]), base.get(each["repeat"])) for each in group]
             ratios = [mine / other for mine, other in both if other]
             row.append(spread(ratios, 2) if ratios else "-")
         row += [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
@@ -306,6 +304,8 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def main(args: Args) -> None:
     check_limits(args)
+    if not (args.algorithms and args.configurations):
+        raise InputError("there is nothing to measure: name one at least of --algorithms and of --configurations.")
     on_gpu = args.device.startswith("cuda") or resolve_device(args.device).type == "cuda"  # which need not be here
     path = args.out / ("gpu.csv" if on_gpu else "cpu.csv")
     if not args.from_csv:
@@ -313,7 +313,8 @@ def main(args: Args) -> None:
         command = shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
         args.out.mkdir(parents=True, exist_ok=True)
         write_json(path.with_suffix(".meta.json"), provenance(command, "benchmarks/throughput.py", device))
-        with path.open("w", newline="") as file:
+        path.unlink(missing_ok=True)  # it may be a link
+        with path.open("x", newline="") as file:
             run_all(args, file)
     meta = read_json(path.with_suffix(".meta.json"))
     rows = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
@@ -321,7 +322,7 @@ def main(args: Args) -> None:
         raise InputError(f"{path} and its .meta.json are not there, or not whole: leave --from-csv out to measure.")
     origin = f"Measured on {meta['machine']}, commit {str(meta['commit'])[:10]}: `{meta['command'].strip()}`."
     text = f"{table(rows)}\n{origin}\n"
-    path.with_suffix(".md").write_text(text)
+    write_atomically(path.with_suffix(".md"), text.encode())
     print(f"\n{text}\n{path} and .md are written.")
     if args.update_readme:
         readme.fill(readme.DOCUMENTS, f"throughput {path.stem}", text)

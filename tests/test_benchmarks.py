@@ -55,22 +55,27 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
     assert collected("results") == found
 
 
-def test_collect_compares_what_makes_a_run():
+def test_collect_compares_what_makes_a_run(tmp_path):
     """Not where it was run, on what, or what a resumed run may change; but what its rate was annealed to before."""
+    runs, plain = tmp_path / "runs", {"learning_rate": 1e-4, "eval_num_levels": 0}
 
-    def same_settings(command, *resumed):
-        return collect.same_settings({"command": command, "resumed": resumed})
+    def collect_both(first, second, **meta):
+        run_dirs = [write_run(runs, "ppo", "maze", seed, 5.0, 16, **each) for seed, each in ((1, first), (2, second))]
+        write_json(run_dirs[1] / "meta.json", read_json(run_dirs[1] / "meta.json") | meta)
+        for run_dir in run_dirs:
+            collect.collect(run_dir, tmp_path / run_dirs[0].name)
 
-    plain = "python ppo.py --env-id maze --learning-rate 1e-4 --total-timesteps 100"
-    same = "python ppo.py --seed 3 --total-timesteps 100 --device cuda:1 --no-torch-deterministic --env-id maze "
-    same += "--learning-rate 1e-4 --checkpoint-interval 0.5 --wandb-project-name 'a b' --track"
-    assert same_settings(f"{plain} --init-from a") == same_settings(f"{same} --init-from b")
-    assert same_settings(plain) == same_settings(same)
-    others = plain.replace("1e-4", "1e-5"), plain.replace("100", "200"), plain + " --anneal-lr", plain[:-22]
-    others += plain.replace("ppo.py", "ideas/ppo.py"), f"{plain} --init-from a", f"{plain} --eval-num-levels 9"
-    for other in others:
-        assert same_settings(other) != same_settings(plain)
-    assert same_settings(plain, {"step": 64, "annealed_to": 50}) != same_settings(plain, {"step": 64})
+    same = {"total_timesteps": 8, "device": "cuda:1", "torch_deterministic": False, "checkpoint_interval": 0.5}
+    same |= {"track": True, "wandb_project_name": "a b", "capture_video": True}
+    collect_both(plain | {"init_from": "a"}, plain | same | {"init_from": "b"})
+    collect_both(plain, {"a_setting_of_another_version": 1})
+    others = {"learning_rate": 1e-5}, {"anneal_lr": True}, {"init_from": "a"}, {"eval_num_levels": 9}
+    metas = {"ranks": 2}, {"script": "ideas/ppo.py"}, {"resumed": [{"step": 64, "annealed_to": 50}]}
+    annealed = plain | {"anneal_lr": True}
+    pairs = [(plain, plain | other, {}) for other in others] + [(plain, plain, meta) for meta in metas]
+    for first, second, meta in (*pairs, (annealed, annealed | {"total_timesteps": 8}, {})):
+        with pytest.raises(InputError, match=" has other settings than maze__ppo__1__"):
+            collect_both(first, second, **meta)
 
 
 def measure_tiny(algorithm, file):

@@ -105,10 +105,10 @@ def write_run(runs, name, game, seed, value, steps=1_015_808, flags="", **settin
     rows = [f"{end},{end / 500:.1f},{10 * (value > 0)},{value},0\n" for end in range(row, steps + 1, row)]
     (run_dir / "progress.csv").write_text("step,seconds,episodes,episodic_return,last_100_return\n" + "".join(rows))
     args = {"exp_name": name, "env_id": game, "seed": seed, "num_levels": 0, "distribution_mode": "easy"}
-    args |= {"total_timesteps": steps} | settings
+    args |= {"total_timesteps": steps, "gamma": 0.999, "anneal_lr": False, "halve_lr_at": 64} | settings
     command = f"python {name}.py --env-id {game} --seed {seed} --total-timesteps {args['total_timesteps']}{flags}"
     meta = {"command": command, "commit": f"012345{seed}89", "dirty": seed == 3, "finished": "2026-11-28T05:10:03Z"}
-    meta["started"] = str(number)
+    meta |= {"started": str(number), "script": f"{name}.py"}
     meta["script_sha256"] = name.removesuffix("-copy") + str(seed) * (name == "idea")
     (run_dir / "args.json").write_text(json.dumps(args))
     (run_dir / "meta.json").write_text(json.dumps(meta))
@@ -164,12 +164,14 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
 
 
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
-    for idea, seeds, flags in (("ppo", (1, 2), "4"), ("ppo-copy", (1,), "4"), ("idea", (1, 2), "8 --gamma 0.9")):
+    plain, changed = {"num_envs": 4}, {"num_envs": 8, "gamma": 0.9}
+    for idea, seeds, settings in (("ppo", (1, 2), plain), ("ppo-copy", (1,), plain), ("idea", (1, 2), changed)):
         for seed in seeds:
-            write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, f" --num-envs {flags}")
+            write_run(tmp_path, idea, "CartPole-v1", seed, 7.0 + seed, 16, **settings)
     write_run(tmp_path, "last", "CartPole-v1", 1, 7.0, 2, " --lr '<\n'", exp_name="../../<!-- x -->|\n$\\frac$")
     text, _ = made(*tmp_path.glob("*__*"), baseline="ppo")
-    assert "\n- idea was started with --gamma 0.9 --num-envs 8, PPO with --num-envs 4: CartPole-v1\n" in text
+    flags = "--gamma 0.9 --num-envs 8, PPO with --gamma 0.999 --num-envs 4"
+    assert f"\n- idea was started with {flags}: CartPole-v1\n" in text
     assert "\n- idea CartPole-v1 was made by several versions of its script\n" in text
     assert "\n- ppo-copy has the same script and flags as PPO: CartPole-v1\n" in text
     assert "- CartPole-v1, seed 1: finished at step 2, with too few rows for a curve (2)\n" in text
@@ -216,17 +218,20 @@ def test_runs_that_are_left_out_are_named(tmp_path, made, monkeypatch):
     runs = tmp_path / "runs"
     older = write_run(runs, "ppo", "maze", 1, 6.0)
     write_run(runs, "ppo", "maze", 1, 5.0)
-    write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904, preset="appo")  # a copy of impala.py without halve_lr_at
+    write_run(runs, "ppo", "maze", 2, 6.0, steps=507_904)
     write_run(runs, "ppo", "maze", 3, 7.0, steps=163_840, total_timesteps=1_015_808)
-    gamma = write_run(runs, "ppo", "maze", 6, 5.0, 2_000_000, " --gamma 0.9")
-    full_rate = write_run(runs, "ppo", "maze", 8, 5.0, preset="appo")
-    write_json(full_rate / "meta.json", read_json(full_rate / "meta.json") | {"script": "impala.py"})
+    gamma = write_run(runs, "ppo", "maze", 6, 5.0, 2_000_000, gamma=0.9)
+    full_rate = write_run(runs, "ppo", "maze", 8, 5.0)
+    args, meta = (read_json(full_rate / name) for name in ("args.json", "meta.json"))
+    del args["halve_lr_at"]  # of a version without it
+    write_json(full_rate / "args.json", args)
+    write_json(full_rate / "meta.json", meta | {"script": "impala.py"})
     left_out = {
         " is no run folder": runs,
         "has no rows": write_run(runs, "ppo", "maze", 4, 5.0, steps=0),
         "no episode has finished": write_run(runs, "ppo", "maze", 5, 0.0),
-        "other settings than maze__ppo__1__1 .--gamma 0.9.:": gamma,
-        "other settings than .*--total-timesteps": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
+        "other settings than maze__ppo__1__1: --gamma 0.9 .there: 0.999.:": gamma,
+        "other settings than .*--anneal-lr True": write_run(runs, "ppo", "maze", 7, 5.0, steps=32_768, anneal_lr=True),
         "other settings than .*--halve-lr-at None": full_rate,
         r"another run of this seed is there .maze__ppo__1__1\)": older,
         "another run of this seed is there": write_run(runs, "ppo", "maze", 1, 6.0, steps=999_424),
