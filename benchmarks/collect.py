@@ -48,9 +48,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
         other = there.get("run_dir", neighbour.relative_to(results))  # older curves do not have it
         if not isinstance(theirs := there.get("settings"), dict):
             raise InputError(f"{run_dir}: {neighbour} has no settings to compare: collect {other} again, elsewhere")
-        mine = meta["settings"]
-        if names := [name for name in mine if theirs.get(name, mine[name]) != mine[name]]:
-            words = ", ".join(f"{flag(name)} {mine[name]} (there: {theirs[name]})" for name in names)
+        if others := {name: value for name, value in meta["settings"].items() if theirs.get(name, value) != value}:
+            words = ", ".join(f"{flag(name)} {value} (there: {theirs[name]})" for name, value in others.items())
             words = f"{run_dir} has other settings than {other}: {words}"
             raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
     target = folder / f"seed{args['seed']}.csv"

@@ -240,7 +240,7 @@ def states(protocol: Protocol) -> list[str]:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = f"Returns are of at most the last eighth before a mark; rows count in part. Verdicts need {FEWEST} seeds."
+    scored = f"Returns are of at most 1/8 of the steps (figure: of the shortest run). Verdicts need {FEWEST} seeds."
     return [*(lines or ["All runs have finished."]), "", scored]
 
 
@@ -254,8 +254,8 @@ def notes(protocol: Protocol) -> list[str]:
             continue
         hashes = [set(re.findall(SCRIPT_HASH, str(metas))) for metas in runs]
         ours, theirs = (metas[0].get("settings", {}) for metas in runs)
-        both = sorted(ours.keys() & theirs.keys() - {"exp_name", "script"})
-        names = [name for name in both if ours[name] != theirs[name]]
+        names = sorted(ours.keys() & theirs.keys() - {"exp_name", "script"})
+        names = [name for name in names if ours[name] != theirs[name]]
         only = [" ".join(f"{flag(name)} {each[name]}" for name in names) for each in (ours, theirs)]
         line = f"- {readme.label(algorithm)} was started with {only[0]}, {protocol.versus} with {only[1]}"
         if not names:
