@@ -125,7 +125,7 @@ class Run:
         if meta["script_sha256"] != here["script_sha256"]:
             print(f"note: {self.script} is not what it was: this run began with the one in its folder", file=sys.stderr)
         if resumed:
-            meta["resumed"].append(here | {"step": self.step})
+            meta["resumed"].append({key: here[key] for key in here if key != "command"} | {"step": self.step})
             now, was = self.args.total_timesteps, resumed.checkpoint["args"].get("total_timesteps")
             if getattr(self.args, "anneal_lr", False) and now != was:
                 print(f"note: --anneal-lr now ends at {now:,} steps, not at {was:,}", file=sys.stderr)
