@@ -35,37 +35,36 @@ def folder_name(text: str) -> str:
 
 
 def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
-    """Copy one run's curve to a folder of `results`; return the CSV written. Raises InputError as `read_run`, and for a
-    run that is not to be collected unfinished, or that differs in settings from seeds there."""
+    """Copy a run's curve to `results`; return the CSV. Raises InputError as `read_run`, and for what cannot stand there."""
     args, meta, curve, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
         raise InputError(f"{run_dir} is at step {meta['stopped_at']} of {args['total_timesteps']}: let it end first")
     names = (f"{args['distribution_mode']}-{args['num_levels'] or 'all'}", args["exp_name"], args["env_id"])
     folder = results.joinpath(*map(folder_name, names))
     curves.check_files(*folder.glob("*"))
+    target = folder / f"seed{args['seed']}.csv"
     for neighbour in folder.glob("*.meta.json"):
         there = read_json(neighbour)
         other = there.get("run_dir", neighbour.relative_to(results))  # older curves do not have it
-        if not isinstance(theirs := there.get("settings"), dict):
+        if not isinstance(there.get("settings"), dict):
             raise InputError(f"{run_dir}: {neighbour} has no settings to compare: collect {other} again, elsewhere")
-        if others := {name: value for name, value in meta["settings"].items() if theirs.get(name, value) != value}:
-            words = ", ".join(f"{flag(name)} {value} (there: {theirs[name]})" for name, value in others.items())
-            words = f"{run_dir} has other settings than {other}: {words}"
-            raise InputError(f"{words}: leave one of the two out, or start them with an --exp-name of their own")
-    target = folder / f"seed{args['seed']}.csv"
-    places = {"progress.csv": target, "eval.csv": target.with_suffix(".eval.csv")}
+        mine, theirs = complete(meta, there), complete(there, meta)
+        if keys := [key for key in mine if mine[key] != theirs[key]]:
+            words = ", ".join(f"{flag(key)} {mine[key]} (there: {theirs[key]})" for key in keys)
+            raise InputError(
+                f"{run_dir} has other settings than {other}: {words}: leave one out, or use another --exp-name"
+            )
     there = read_json(target.with_suffix(".meta.json"))
     goes_on = there.get("run_dir") == run_dir.name and "stopped_at" in there and curve.steps[-1] >= there["stopped_at"]
     goes_on &= str(meta.get("resumed")).startswith(str(there.get("resumed"))[:-1])  # not a copy that went elsewhere
-    for name, path in places.items():
-        texts = curves.read_text(path) if path.exists() else "", logs.get(name, "")
-        old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
-        if not (goes_on or new.startswith(old)):  # resumed, it may have other rows
-            other = there.get("run_dir", path.relative_to(results))
-            raise InputError(f"{run_dir} is left out: another run of this seed is there ({other})")
+    texts = curves.read_text(target) if target.exists() else "", logs["progress.csv"]
+    old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
+    if not (goes_on or new.startswith(old)):  # resumed, it may have other rows
+        other = there.get("run_dir", target.relative_to(results))
+        raise InputError(f"{run_dir} is left out: another run of this seed is there ({other})")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
-        write_atomically(places[name], text.encode())
+        write_atomically(target if name == "progress.csv" else target.with_suffix(".eval.csv"), text.encode())
     write_json(target.with_suffix(".meta.json"), meta)
     return target
 
@@ -105,6 +104,13 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     if "eval.csv" in logs and "," not in args["env_id"]:
         curves.read_evaluations(run_dir / "eval.csv", logs["eval.csv"])
     return args, meta, curve, logs
+
+
+def complete(meta: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, with what another alone has: None where the other's command gives it, else the same."""
+    given = re.findall(r" --(?:no-)?(\S+)", str(other.get("command")))
+    lacking = {name: None if flag(name)[2:] in given else value for name, value in other["settings"].items()}
+    return lacking | meta["settings"]
 
 
 @dataclass

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import curves
 import readme
 import throughput
-from collect import RESULTS, collect, folder_name, read_run
+from collect import RESULTS, collect, complete, folder_name, read_run
 from common import InputError
 from common.evaluation import RETURN_RANGES, normalized
 from common.run import write_atomically
@@ -250,17 +250,16 @@ def notes(protocol: Protocol) -> list[str]:
     for algorithm, game, _ in protocol.tasks:
         folders = [protocol.folder / name / game for name in (algorithm, protocol.baseline)]
         runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
-        if not runs[1]:
+        if not (runs[1] and all("settings" in metas[0] for metas in runs)):
             continue
         hashes = [set(re.findall(SCRIPT_HASH, str(metas))) for metas in runs]
-        ours, theirs = (metas[0].get("settings", {}) for metas in runs)
-        names = sorted(ours.keys() & theirs.keys() - {"exp_name", "script"})
-        names = [name for name in names if ours[name] != theirs[name]]
+        ours, theirs = complete(runs[0][0], runs[1][0]), complete(runs[1][0], runs[0][0])
+        names = [name for name in sorted(ours.keys() - {"exp_name", "script"}) if ours[name] != theirs[name]]
         only = [" ".join(f"{flag(name)} {each[name]}" for name in names) for each in (ours, theirs)]
         line = f"- {readme.label(algorithm)} was started with {only[0]}, {protocol.versus} with {only[1]}"
         if not names:
             line = f"- {readme.label(algorithm)} has the same script and flags as {protocol.versus}"
-        if names or (ours and hashes[0] & hashes[1]):
+        if names or hashes[0] & hashes[1]:
             found.setdefault(readme.one_line(line), []).append(game)
     return [f"{line}: {', '.join(games)}" for line, games in found.items()]
 

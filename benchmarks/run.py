@@ -57,7 +57,7 @@ PROTOCOLS = {
     "hard-all": (0, 200_000_000, 0),
     "hard-500": (500, 200_000_000, 1_048_576),
 }
-OWN_FLAGS = ("--env-id", "--seed", "--resume", "--device")  # which this script gives to the others
+OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
 LOCAL_FLAGS = ("devices", "runs_per_device", "threads", "attempts")  # of no use on Slurm
 NO_FILE_NAMES = str.maketrans(" /:", "---")
 POLL_SECONDS = 5.0
@@ -147,11 +147,10 @@ def make_jobs(args: Args) -> list[Job]:
             raise InputError(f"{flag(name)} is empty: name one at least.")
         if twice := [value for value, count in Counter(several).items() if count > 1]:
             raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
-    own = {*OWN_FLAGS, *map(flag, vars(args))} - {"--total-timesteps"}
-    own |= {"--exp-name"} if len(algorithms) > 1 else set()  # which tells scripts apart
+    own = OWN_FLAGS if len(algorithms) == 1 else (*OWN_FLAGS, "--exp-name")  # which tells scripts apart
     for word in (*args.extra, f"--{swept}"):
         if word.partition("=")[0].replace("_", "-") in own:
-            raise InputError(f"{word} cannot be given here: it goes before --, or each run has its own.")
+            raise InputError(f"{word} cannot be given here, as each run has its own: leave it out.")
     slurm_flags = [name for name in vars(args) if name.startswith("slurm_")]
     for name in slurm_flags if args.launcher == "local" else LOCAL_FLAGS:
         if getattr(args, name) != getattr(Args, name):

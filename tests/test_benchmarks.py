@@ -59,8 +59,9 @@ def test_collect_compares_what_makes_a_run(tmp_path):
     """Not where it was run, on what, or what a resumed run may change; but what its rate was annealed to before."""
     runs, plain = tmp_path / "runs", {"learning_rate": 1e-4, "eval_num_levels": 0}
 
-    def collect_both(first, second, **meta):
-        run_dirs = [write_run(runs, "ppo", "maze", seed, 5.0, 16, **each) for seed, each in ((1, first), (2, second))]
+    def collect_both(first, second, flags="", **meta):
+        run_dirs = [write_run(runs, "ppo", "maze", 1, 5.0, 16, **first)]
+        run_dirs.append(write_run(runs, "ppo", "maze", 2, 5.0, 16, flags, **second))
         write_json(run_dirs[1] / "meta.json", read_json(run_dirs[1] / "meta.json") | meta)
         for run_dir in run_dirs:
             collect.collect(run_dir, tmp_path / run_dirs[0].name)
@@ -68,11 +69,13 @@ def test_collect_compares_what_makes_a_run(tmp_path):
     same = {"total_timesteps": 8, "device": "cuda:1", "torch_deterministic": False, "checkpoint_interval": 0.5}
     same |= {"track": True, "wandb_project_name": "a b", "capture_video": True}
     collect_both(plain | {"init_from": "a"}, plain | same | {"init_from": "b"})
-    collect_both(plain, {"a_setting_of_another_version": 1})
+    collect_both(plain, plain | {"new": 1})
     others = {"learning_rate": 1e-5}, {"anneal_lr": True}, {"init_from": "a"}, {"eval_num_levels": 9}
     metas = {"ranks": 2}, {"script": "ideas/ppo.py"}, {"resumed": [{"step": 64, "annealed_to": 50}]}
     annealed = plain | {"anneal_lr": True}
-    pairs = [(plain, plain | other, {}) for other in others] + [(plain, plain, meta) for meta in metas]
+    new = plain | {"new": 1}
+    pairs = [(plain, new, {"flags": " --new 1"}), (plain, plain | {"new": False}, {"flags": " --no-new"})]
+    pairs += [(plain, plain | other, {}) for other in others] + [(plain, plain, meta) for meta in metas]
     for first, second, meta in (*pairs, (annealed, annealed | {"total_timesteps": 8}, {})):
         with pytest.raises(InputError, match=" has other settings than maze__ppo__1__"):
             collect_both(first, second, **meta)

@@ -150,7 +150,6 @@ def test_protocols(mode, levels, steps):
         ({"sweep": ("gamma", "0.9", "0.9")}, "--sweep has 0.9 more than once"),
         ({"sweep": ("gamma", "0.9", "2")}, "--gamma 2.0 cannot work"),
         ({"sweep": ("seed", "1", "2")}, "--seed cannot be given here"),
-        ({"extra": ("--dry-run",)}, "--dry-run cannot be given here: it goes before --"),
         ({"seeds": 0}, "--seeds 0 cannot work"),
         ({"protocol": "easy-200"}, "leave them out for CartPole-v1 (--num-levels)"),
         ({"env_ids": ("CartPole",)}, "--env-ids 'CartPole' is not known. Did you mean CartPole-v1?"),
