@@ -35,7 +35,7 @@ def folder_name(text: str) -> str:
 
 
 def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
-    """Copy a run's curve to `results`; return the CSV. Raises InputError as `read_run`, and if it cannot stand there."""
+    """Copy a curve to `results`; return the CSV. Raises InputError as `read_run`, and if it cannot stand there."""
     args, meta, curve, logs = read_run(run_dir)
     if "stopped_at" in meta and not unfinished:
         raise InputError(f"{run_dir} is at step {meta['stopped_at']} of {args['total_timesteps']}: let it end first")
