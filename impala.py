@@ -83,7 +83,7 @@ class Args(EnvArgs, NetworkArgs, RunArgs):
     """step size of the optimizer (alpha)"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0 over the run"""
-    halve_lr_at: Positive[int] | None = 1_310_720
+    halve_lr_at: Positive[int] | None = 1_015_808
     """environment steps after which the learning rate is half, against falls of the return; None for never"""
     optimizer: Literal["rmsprop", "adam"] = "adam"
     """RMSProp as in the paper (decay 0.99, no momentum), or Adam"""
