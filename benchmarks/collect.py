@@ -51,9 +51,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
         mine, theirs = complete(meta, there), complete(there, meta)
         if keys := [key for key in mine if mine[key] != theirs[key]]:
             words = ", ".join(f"{flag(key)} {mine[key]} (there: {theirs[key]})" for key in keys)
-            raise InputError(
-                f"{run_dir} has other settings than {other}: {words}: leave one out, or use another --exp-name"
-            )
+            words = f"{run_dir} has other settings than {other}: {words}"
+            raise InputError(f"{words}: leave one out, or use another --exp-name")
     there = read_json(target.with_suffix(".meta.json"))
     goes_on = there.get("run_dir") == run_dir.name and "stopped_at" in there and curve.steps[-1] >= there["stopped_at"]
     goes_on &= str(meta.get("resumed")).startswith(str(there.get("resumed"))[:-1])  # not a copy that went elsewhere

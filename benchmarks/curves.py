@@ -101,7 +101,8 @@ def read_reference(name: str) -> dict[str, Reference]:
     """The published runs in `reference/<name>.csv`, by game."""
     runs, games = {}, {}
     for row in csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()):
-        runs.setdefault(row["game"], {}).setdefault(row["run"], {})[int(row["step"])] = float(row["episodic_return"])
+        curve = runs.setdefault(row["game"], {}).setdefault(row["run"], {})
+        curve[int(row["step"])] = float(row["episodic_return"])
     for game, curves in runs.items():
         steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
         games[game] = Reference(np.array(steps), np.array([[curve[s] for s in steps] for curve in curves.values()]))
