@@ -98,7 +98,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or sys.argv[1].startswith("-") or sys.argv[2:3] not in ([], ["--"]):
+    if not sys.argv[1:] or not sys.argv[1].endswith(".py") or sys.argv[2:3] not in ([], ["--"]):
         print(__doc__)
         sys.exit(0 if "--help" in sys.argv else 2)
     script, extra = Path(sys.argv[1]).resolve(), sys.argv[3:]

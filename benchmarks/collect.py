@@ -54,7 +54,7 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
             words = f"{run_dir} has other settings than {other}: {words}"
             raise InputError(f"{words}: leave one out, or use another --exp-name")
     there = read_json(target.with_suffix(".meta.json"))
-    goes_on = there.get("run_dir") == run_dir.name and "stopped_at" in there and curve.steps[-1] >= there["stopped_at"]
+    goes_on = there.get("run_dir") == meta["run_dir"] and there.get("stopped_at", float("inf")) <= curve.steps[-1]
     goes_on &= str(meta.get("resumed")).startswith(str(there.get("resumed"))[:-1])  # not a copy that went elsewhere
     texts = curves.read_text(target) if target.exists() else "", logs["progress.csv"]
     old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
@@ -95,7 +95,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         if rows < had.get(name, 0):
             raise InputError(f"{run_dir / name} has {rows} rows up to step {at:,} where its checkpoint has {had[name]}")
     curve = curves.read(run_dir / "progress.csv", logs["progress.csv"])
-    meta |= {"run_dir": run_dir.name, "seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
+    meta |= {"run_dir": run_dir.absolute().name, "seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
     if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row
         del meta["stopped_at"]
     elif logs.get("eval.csv", "").count("\n") < 2:  # it waits for its first evaluation

@@ -191,12 +191,12 @@ def flag(name: str) -> str:
 
 
 def check_limits(args: Any) -> None:
-    """Raise InputError for the first setting of a dataclass that is out of its limits or not one of its choices."""
+    """Raise InputError for the first setting of a dataclass that is out of its limits, no choice of it, or emptied."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        for value in tree_leaves(getattr(args, name)):
-            if value is None:
-                continue
-            if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 2.0**100) <= value < math.inf:
+        if getattr(args, name) == () and getattr(type(args), name, None):  # a flag with nothing after it
+            raise InputError(f"{flag(name)} is empty: name one at least.")
+        for value in [leaf for leaf in tree_leaves(getattr(args, name)) if leaf is not None]:
+            if isinstance(value, int | float) and (2**62 if isinstance(value, int) else 2.0**100) <= value < math.inf:
                 raise InputError(f"{flag(name)} {value} is too large.")  # for PyTorch's int64 and float32
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):

@@ -136,6 +136,8 @@ def test_throughput_from_measurements_to_table(tmp_path, monkeypatch, capsys):
     document, table = (tmp_path / "README.md").read_text(), (tmp_path / "cpu.md").read_text()
     assert document == f"before\n<!-- throughput cpu -->\n{table}<!-- end of throughput cpu -->\nafter\n"
     assert "| PPO default | 600 [400, 900] | 4.50 [4.00, 5.00] | " in document
+    with pytest.raises(InputError, match="--configurations is empty: name one at least"):
+        throughput.main(replace(args, configurations=()))
     csv = tmp_path / "cpu.csv"
     csv.write_text(csv.read_text().rpartition(",")[0])  # a cut row
     with pytest.raises(InputError, match="not whole"):
