@@ -59,8 +59,7 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
     texts = curves.read_text(target) if target.exists() else "", logs["progress.csv"]
     old, new = (re.sub("(?m)^([^,]*),[^,]*", r"\1", text) for text in texts)  # without seconds
     if not (goes_on or new.startswith(old)):  # resumed, it may have other rows
-        other = there.get("run_dir", target.relative_to(results))
-        raise InputError(f"{run_dir} is left out: another run of this seed is there ({other})")
+        raise InputError(f"{run_dir} is left out: another run of this seed is there ({there.get('run_dir', target)})")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in logs.items():
         write_atomically(target if name == "progress.csv" else target.with_suffix(".eval.csv"), text.encode())
@@ -77,7 +76,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     for name, kind in KINDS.items():
         if type(args.get(name)) is not kind or (kind is int and args[name] < 0):
             raise InputError(f"{run_dir / 'args.json'} has a {name} that no script has")
-    meta["command"] = re.sub(r" --runs-dir ('[^']*'|\S+)", "", meta["command"])  # a place of one machine
+    meta["command"] = re.sub(r""" --runs-dir ('[^']*'|"'"|[^\s'"])+""", "", meta["command"])  # a place of one machine
     earlier = impala.Args.earlier if meta.get("script") == "impala.py" else {}  # what its older runs did
     settings = earlier | args | {"init_from": bool(args.get("init_from")), "ranks": meta.get("ranks", 1)}
     settings |= {"script": meta.get("script"), "annealed_to": re.findall(r"'annealed_to': (\d+)", str(meta))}
@@ -89,7 +88,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     except (InputError, LookupError, AttributeError, TypeError, ValueError):  # none, or one of an older version
         at, had = 0, {}
     logs = {}
-    for name in ("progress.csv", "eval.csv") if args.get("eval_interval") or had.get("eval.csv") else ("progress.csv",):
+    evaluated = args.get("eval_interval") or had.get("eval.csv") or (run_dir / "eval.csv").exists()
+    for name in ("progress.csv", "eval.csv") if evaluated else ("progress.csv",):
         logs[name] = re.sub(r"[^\n]+\Z", "", curves.read_text(run_dir / name))  # without a row that is not whole
         rows = sum(int(step) <= at for step in re.findall(r"^(\d{1,18}),", logs[name], re.MULTILINE))
         if rows < had.get(name, 0):
@@ -98,7 +98,8 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     meta |= {"run_dir": run_dir.absolute().name, "seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
     if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row
         del meta["stopped_at"]
-    elif logs.get("eval.csv", "").count("\n") < 2:  # it waits for its first evaluation
+    waits = "stopped_at" in meta or not args.get("eval_interval")
+    if waits and logs.get("eval.csv", "").count("\n") < 2:  # for its first evaluation, or for none
         logs.pop("eval.csv", None)
     if "eval.csv" in logs and "," not in args["env_id"]:
         curves.read_evaluations(run_dir / "eval.csv", logs["eval.csv"])
@@ -106,9 +107,10 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
 
 
 def complete(meta: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings, with what another alone has: None where the other's command gives it, else the same."""
-    given = re.findall(r" --(?:no-)?(\S+)", str(other.get("command")))
-    lacking = {name: None if flag(name)[2:] in given else value for name, value in other["settings"].items()}
+    """A run's settings, with what another alone has: "unset" where the other's command gives it, else the same."""
+    words = {*str(other.get("command")).split()}
+    given = {name for name in other["settings"] if {flag(name), flag(f"no_{name}")} & words}
+    lacking = {name: "unset" if name in given else value for name, value in other["settings"].items()}
     return lacking | meta["settings"]
 
 

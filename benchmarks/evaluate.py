@@ -103,7 +103,7 @@ def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
     first = run.start_level + run.num_levels
     words = {"all": (0, 0), "train": (run.num_levels, run.start_level), "unseen": (LAST_LEVEL - first, first)}
     if text == "unseen" and not run.num_levels:
-        raise InputError("--levels unseen: this run was trained on all levels: none is unseen: use --levels all.")
+        raise InputError("--levels unseen: of this run's levels none is unseen: use --levels all.")
     if text in words:
         return *words[text], []
     levels = set()

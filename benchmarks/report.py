@@ -349,6 +349,7 @@ def gap_table(protocol: Protocol) -> list[str]:
             middles = {seed: at_step(each, steps - window / 2) for seed, each in evaluations.items()}
             reached = [seed for seed, held_out in middles.items() if held_out and runs[seed].steps[-1] >= steps]
             scores = [(curves.score(runs[seed], steps, window), *middles[seed]) for seed in reached]
+            scores = [each for each in scores if not math.isnan(each[0])]
             if not scores:
                 continue
             gaps = [trained - held_out for trained, held_out, _ in scores]

@@ -66,13 +66,13 @@ PRCTL = ctypes.CDLL(None).prctl
 
 @dataclass
 class Args:
-    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] = ()
+    algorithms: tuple[Literal["ppo", "ppg", "impala"], ...] | None = None
     """scripts of this repository to run; all, where neither this nor --scripts names one"""
-    scripts: tuple[Path, ...] = ()
+    scripts: tuple[Path, ...] | None = None
     """scripts of your own to run, in any folder: changed copies of those"""
     env_ids: tuple[str, ...] = ("starpilot",)
     """Procgen games, or other tasks"""
-    sweep: tuple[str, ...] = ()
+    sweep: tuple[str, ...] | None = None
     """a flag of the scripts and its values: a run for each, with the flag and the value in its --exp-name"""
     seeds: Positive[int] = 3
     """runs of each algorithm on each game (and value of --sweep): seeds 1, 2, ..."""
@@ -139,8 +139,8 @@ def make_jobs(args: Args) -> list[Job]:
     """A job for each seed, game, algorithm and value of --sweep, in this order, so that one seed of all is there first.
     Raises InputError for settings that cannot work; for a flag that no script has, tyro exits with a message."""
     check_limits(args)
-    scripts = [os.path.relpath(path.parent.resolve() / path.name, ROOT).removesuffix(".py") for path in args.scripts]
-    algorithms = [*args.algorithms, *scripts] or ["ppo", "ppg", "impala"]
+    paths = [os.path.relpath(path.parent.resolve() / path.name, ROOT) for path in args.scripts or ()]
+    algorithms = [*(args.algorithms or ()), *(path.removesuffix(".py") for path in paths)] or ["ppo", "ppg", "impala"]
     swept, *values = [args.sweep[0].replace("_", "-"), *args.sweep[1:]] if args.sweep else ("", "")
     for name, several in {"algorithms": algorithms, "env_ids": args.env_ids, "sweep": values}.items():
         if not several:

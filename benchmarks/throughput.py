@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py                       # the table: 50 minutes on two cores
 
-Each measurement is a run of a script's own `main` on Procgen in a process of its own, with clocks around its functions.
+Each measurement is a run of a script's own `main` on starpilot, in a process of its own, with clocks around functions.
 Configurations take turns (A B C A B C ...). Rollouts are shorter than by default (`--num-steps`), minibatches are not.
 
 Configurations of the encoder (all else is the same):
@@ -15,7 +15,6 @@ Configurations of the encoder (all else is the same):
     compile, cudagraphs    the default with --accelerate compile or cudagraphs (measured only if asked for)
 
 Writes `<cpu or gpu>.csv` (a row a measurement), `.meta.json` and `.md` (the table) in `results/throughput/`.
-`--from-csv` makes the table again, and `--update-readme` puts the table into benchmarks/README.md.
 """
 
 import concurrent.futures
@@ -64,8 +63,6 @@ class Args:
     """scripts to measure"""
     configurations: tuple[Literal[*CONFIGURATIONS, *ACCELERATED], ...] = CONFIGURATIONS
     """what to compare; see above"""
-    env_id: str = "starpilot"
-    """a Procgen game"""
     device: str = "auto"
     """auto, cpu or cuda"""
     repeats: Positive[int] = 3
@@ -100,7 +97,7 @@ def configure(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script's module, its settings, and the device. Plain configurations change modules of this process."""
     script, configuration = importlib.import_module(job["algorithm"]), job["configuration"]
     mode = configuration if configuration in ACCELERATED else "eager"
-    args = script.Args(env_id=job["env_id"], device=job["device"], accelerate=mode)
+    args = script.Args(device=job["device"], accelerate=mode)
     device = resolve_device(args.device)
     args.precision = resolve_precision("auto" if configuration in ("default", *ACCELERATED) else "fp32", device)
     if configuration.startswith("plain"):
@@ -249,7 +246,7 @@ def run_all(args: Args, file: IO[str]) -> None:
     turns = list(itertools.product([measure], args.algorithms, range(args.repeats), args.configurations))
     if args.memory and "default" in args.configurations:
         turns += [(measure_memory, algorithm, 0, "default") for algorithm in args.algorithms]
-    given = {"env_id": args.env_id, "device": args.device, "num_steps": args.num_steps}
+    given = {"device": args.device, "num_steps": args.num_steps}
     writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
     writer.writeheader()
     failed = []

@@ -233,7 +233,6 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
     known, fixed = PROCGEN_MODES[args.distribution_mode], args.distribution_mode == "exploration"
     lacking = ", ".join(game for game in games if game not in known)
     last, no_limit = args.start_level + args.num_levels, args.start_level and not args.num_levels
-    black = args.use_generated_assets and args.use_backgrounds
     for wrong, message in [
         (len({*games}) < len(games), f"--env-id {args.env_id} names a game twice: leave one out."),
         (num_envs % len(games), f"--num-envs {num_envs} cannot be shared by games: use a multiple of {len(games)}."),
@@ -241,7 +240,7 @@ def check_envs(args: EnvArgs, num_envs: int, prefix: str = "") -> None:
         (fixed and len(games) > 1, f"{mode} plays a single game: choose one of {', '.join(games)}."),
         (fixed and last, f"{mode} is one fixed level: leave {levels} and {start} out."),
         (num_envs * 1e6 > HOST_MEMORY, f"--num-envs {num_envs} takes {num_envs / 1000:.0f} GB: lower it."),
-        (black, "--use-generated-assets has no backgrounds: add --no-use-backgrounds."),
+        (args.use_generated_assets, "--use-generated-assets draws what Procgen cannot save: leave it out."),
         (last >= 2**31, f"{start} and {levels} are too large: their sum must stay below 2**31."),
         (no_limit, f"{start} has no effect while the levels are unlimited: set {levels}, too."),
     ]:

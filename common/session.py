@@ -50,6 +50,8 @@ class Session:
         self.runs_dir = Path(args.runs_dir).absolute()  # an environment may chdir as it is made
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
+        self.exits = ExitStack()
+        self.exits.callback(torch.set_num_threads, torch.get_num_threads())  # for the next run of this process
         setup_device(self.device, self.seed, args.torch_deterministic)
         preset = args.presets.get(getattr(args, "preset", None), {})
         others = [flag(name) for name, value in preset.items() if name != "exp_name" and getattr(args, name) != value]
@@ -58,7 +60,6 @@ class Session:
         self.iteration_steps = args.iteration_steps * world.world_size
         self.num_iterations = math.ceil(args.total_timesteps / self.iteration_steps)
         self.total_steps = self.num_iterations * self.iteration_steps
-        self.exits = ExitStack()
         self.envs, self.stop_actors, self.checkpoints = [], lambda: False, None
 
     def make_envs(self, num_envs: int | None = None, number: int = 0) -> Envs:

@@ -52,7 +52,7 @@ class ProcgenArgs:
     paint_vel_info: bool = False
     """paint the agent's velocity into the frame's upper left corner, in games with platforms"""
     use_generated_assets: bool = False
-    """draw generated pictures in place of the games' own (needs --no-use-backgrounds)"""
+    """draw generated pictures in place of the games' own: refused, as Procgen cannot save the state of such games"""
     use_sequential_levels: bool = False
     """play on when a level is solved: the episode goes on with the level after it"""
 
@@ -62,7 +62,7 @@ class EnvArgs(ProcgenArgs):
     """environment"""
 
     env_id: str = "starpilot"
-    """a Procgen game, several joined by commas, or a Gymnasium id"""
+    """a Procgen game, several joined by commas (environment i plays game i modulo their number), or a Gymnasium id"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     """Procgen's difficulty; not every game has the last three"""
     num_levels: NotNegative[int] = 0
@@ -161,7 +161,7 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     wandb_entity: str | None = None
     """team in Weights & Biases"""
     capture_video: bool = False
-    """write videos of environment 0 into the run folder"""
+    """write videos of environment 0 into the run folder: of its episodes 0, 1, 8, 27, ... and every thousandth"""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name: the settings of a preset that are not the defaults
     earlier: ClassVar[dict[str, Any]] = {}  # what runs of versions without a setting did, if not as its default says
@@ -193,11 +193,11 @@ def flag(name: str) -> str:
 def check_limits(args: Any) -> None:
     """Raise InputError for the first setting of a dataclass that is out of its limits, no choice of it, or emptied."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        if getattr(args, name) == () and getattr(type(args), name, None):  # a flag with nothing after it
+        if getattr(args, name) == () and getattr(type(args), name, ()) != ():  # a flag with nothing after it
             raise InputError(f"{flag(name)} is empty: name one at least.")
         for value in [leaf for leaf in tree_leaves(getattr(args, name)) if leaf is not None]:
-            if isinstance(value, int | float) and (2**62 if isinstance(value, int) else 2.0**100) <= value < math.inf:
-                raise InputError(f"{flag(name)} {value} is too large.")  # for PyTorch's int64 and float32
+            if isinstance(value, int | float) and (2**40 if isinstance(value, int) else 2.0**100) <= value < math.inf:
+                raise InputError(f"{flag(name)} {value} is too large.")  # for clocks, and for float32
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):
                     raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(get_args(each))}.")

@@ -114,7 +114,7 @@ def test_paths_are_those_of_the_users_folder_and_of_no_link(tmp_path, monkeypatc
     (tmp_path / "link").symlink_to("real")
     shutil.copy(ROOT / "ppo.py", tmp_path / "real" / "idea.py")
     monkeypatch.chdir(tmp_path)
-    (job,) = launcher.make_jobs(make_args("runs", algorithms=(), scripts=(Path("link/idea.py"),)))
+    (job,) = launcher.make_jobs(make_args("runs", algorithms=None, scripts=(Path("link/idea.py"),)))
     assert job.command("runs")[0] == str(tmp_path / "real" / "idea.py")
     monkeypatch.setattr(job, "command", lambda _: ["-c", "import os; print(os.getcwd())"], raising=False)
     with Path("log").open("w") as file:
@@ -146,6 +146,7 @@ def test_protocols(mode, levels, steps):
         ({"extra": ("--env_id=maze",)}, "--env_id=maze cannot be given here"),
         ({"algorithms": ("ppo", "ppg"), "extra": ("--exp-name=new",)}, "--exp-name=new cannot be given here"),
         ({"env_ids": ()}, "--env-ids is empty"),
+        ({"scripts": ()}, "--scripts is empty"),
         ({"sweep": ("gamma",)}, "--sweep is empty"),
         ({"sweep": ("gamma", "0.9", "0.9")}, "--sweep has 0.9 more than once"),
         ({"sweep": ("gamma", "0.9", "2")}, "--gamma 2.0 cannot work"),

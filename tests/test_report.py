@@ -163,6 +163,17 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
     assert len({readme.colour(name, names) for name in names}) == len(names)
 
 
+def test_a_seed_without_a_score_is_left_out_of_the_gap(tmp_path, made):
+    for seed in (1, 2):
+        run_dir = write_run(tmp_path / "runs", "ppo", "maze", seed, 5.0, 1600, num_levels=200, eval_interval=800)
+        rows = "800,stochastic,4,1\n1600,stochastic,4,1\n"
+        (run_dir / "eval.csv").write_text(f"step,policy,episodic_return,standard_error\n{rows}")
+    first, middle, rest = (run_dir / "progress.csv").read_text().partition("\n800,")
+    (run_dir / "progress.csv").write_text(first + middle + rest.replace(",10,5.0,", ",0,nan,"))
+    text, _ = made(*(tmp_path / "runs").iterdir())
+    assert table_rows(text, "PPO maze")[1][2:6] == ["5.00", "4.00 ± 0.88", "1.00", "-"]
+
+
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
     plain, changed = {"num_envs": 4}, {"num_envs": 8, "gamma": 0.9}
     for idea, seeds, settings in (("ppo", (1, 2), plain), ("ppo-copy", (1,), plain), ("idea", (1, 2), changed)):
