@@ -111,9 +111,11 @@ class Envs(RecordEpisodeStatistics):
             raise InputError(f"{envs} does not reset in the same step: give it AutoresetMode.SAME_STEP.")
         self.video = RecordFirstEnv(envs) if video else None
         envs = self.video or envs
-        if isinstance(envs.single_action_space, gym.spaces.Box):
+        bounded = envs.single_action_space
+        if isinstance(bounded, gym.spaces.Box):
             envs = ClipAction(envs)
         super().__init__(envs)
+        self.single_action_space = bounded  # ClipAction's has no bounds, which ICM needs
         self.chain = [envs]  # the layers are those that have a state
         while isinstance(self.chain[-1], VectorWrapper):
             self.chain.append(self.chain[-1].env)

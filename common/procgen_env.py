@@ -56,9 +56,7 @@ class ProcgenVectorEnv(VectorEnv):
             mode = "hard"
         self.levels = (levels[0], sum(levels)) if levels[1] else (0, LAST_LEVEL)  # the first, and the first beyond
         options = {name: getattr(args, name) for name in vars(ProcgenArgs())}
-        threads = args.num_threads
-        if threads is None:
-            threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(MAX_THREADS, len(os.sched_getaffinity(0))) if args.num_threads is None else args.num_threads
         data = Path(importlib.util.find_spec(self.package).origin).parent / "data"
         options |= {"env_name": args.env_id, "distribution_mode": MODE_NUMBERS[mode], "num_actions": 15}
         options |= {"start_level": levels[0], "num_levels": levels[1], "rand_seed": seed, "num_threads": threads}

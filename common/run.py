@@ -251,7 +251,7 @@ class Run:
         self.last_shown = now
         fields = [f"{self.now_at:,}/{self.total_steps:,}", self.summary(), phase]
         if self.speed:
-            left = timedelta(seconds=round(max(0, self.total_steps - self.now_at) / self.speed))
+            left = timedelta(seconds=round(min(max(0, self.total_steps - self.now_at) / self.speed, 1e12)))  # at most
             fields[2:2] = [f"{self.speed:.0f} steps/s", f"ETA {left}"]
         if terminal:
             while len(fields) > 2 and len("  ".join(fields)) >= shutil.get_terminal_size().columns:
@@ -338,7 +338,7 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
         "script": script,
         "script_sha256": sha256(ROOT / script),
         "commit": git("rev-parse", "HEAD"),
-        "dirty": None if changes is None else bool(changes or new),
+        "dirty": None if changes is None else bool(changes or new != ""),  # None: it lies outside
         "versions": versions,
         "machine": f"{os.cpu_count()} x {cpu}, {torch.get_num_threads()} PyTorch threads{gpu}",
         "started": time.strftime(UTC, time.gmtime()),

@@ -196,8 +196,8 @@ def check_limits(args: Any) -> None:
         if getattr(args, name) == () and getattr(type(args), name, ()) != ():  # a flag with nothing after it
             raise InputError(f"{flag(name)} is empty: name one at least.")
         for value in [leaf for leaf in tree_leaves(getattr(args, name)) if leaf is not None]:
-            if isinstance(value, int | float) and (2**40 if isinstance(value, int) else 2.0**100) <= value < math.inf:
-                raise InputError(f"{flag(name)} {value} is too large.")  # for clocks, and for float32
+            if isinstance(value, int | float) and (2**62 if isinstance(value, int) else 2.0**100) <= value < math.inf:
+                raise InputError(f"{flag(name)} {value} is too large.")  # for PyTorch's int64 and float32
             for each in (hint, *get_args(hint)):
                 if get_origin(each) is Literal and value not in get_args(each):
                     raise InputError(f"{flag(name)} {value} is not known: use one of {', '.join(get_args(each))}.")

@@ -17,7 +17,7 @@ import ppo
 from common import intrinsic
 from common.checkpoint import load_weights
 from common.learning import RewardNormalizer
-from helpers import ALL, PPO_AND_PPG, parameters
+from helpers import ALL, PPO_AND_PPG, make_envs, parameters
 from test_checkpoint import make_args, same
 from test_losses import ACTION_SPACES, VECTOR
 
@@ -93,6 +93,7 @@ def test_icm(name):
     else:  # the environment gets them clipped
         actions = 3 * actions
         inputs = actions.clamp(-1, 1)
+        assert intrinsic.ICM(make_envs("Pendulum-v1", 1, seed=0)).high == 2
     within = torch.tensor([1.0, 1, 0, 1, 1, 0, 1, 1])
     now, then = (model.encoder(model.moments(x)) for x in (obs, next_obs))
     errors = ((model.forward_model(torch.cat([now, inputs], 1)) - then) ** 2).sum(1) / 2

@@ -81,8 +81,11 @@ def test_folder_with_settings_and_provenance(finished):
 
 def test_a_tree_is_dirty_by_its_own_files_and_the_script(tmp_path, monkeypatch):
     """Other new files may be anyone's."""
+    (tmp_path / "beside.py").write_text("")
+    tmp_path = tmp_path / "tree"
     monkeypatch.setattr(run, "ROOT", tmp_path)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
+    tmp_path.mkdir()
     (tmp_path / "old.py").write_text("")
     for words in (["init"], ["add", "."], ["commit", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
@@ -91,7 +94,7 @@ def test_a_tree_is_dirty_by_its_own_files_and_the_script(tmp_path, monkeypatch):
     def dirty(script):
         return run.provenance("", script, torch.device("cpu"))["dirty"]
 
-    assert [dirty("old.py"), dirty("new.py")] == [False, True]
+    assert [dirty("old.py"), dirty("new.py"), dirty("../beside.py")] == [False, True, True]
     (tmp_path / "old.py").write_text("changed")
     assert dirty("old.py")
 
