@@ -21,7 +21,7 @@ from helpers import read_csv
 from test_report import write_run
 
 
-def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
+def test_collect_copies_a_curve_and_its_origin(tmp_path):
     words = " --num-levels 200 --runs-dir " + shlex.quote(f"{tmp_path}'s runs")
     run_dir = write_run(tmp_path / "runs", "ppo", "maze", 3, 5.0, 16, words, num_levels=200, eval_interval=8)
     progress, meta, evaluations = (run_dir / name for name in ("progress.csv", "meta.json", "eval.csv"))
