@@ -80,7 +80,7 @@ def main(args: Args) -> None:
     if args.target.exists() or args.target.is_symlink() or not args.target.parent.is_dir():
         raise InputError(f"{args.target} is there, or its folder is not: remove it first, or choose another name.")
     lines = from_events(args.source, args.every)
-    curves.read(args.target, "\n".join(lines))  # raises for returns that are NaN
+    curves.read(args.source, "\n".join(lines))  # raises for returns that are NaN
     write_atomically(args.target, "\n".join([*lines, ""]).encode())
 
 

@@ -250,9 +250,10 @@ def test_stacks_of_frames_become_channels(monkeypatch):
             np.testing.assert_array_equal(obs, channels(expected))
             for env in np.flatnonzero(expected_infos.get("_final_obs", ())):
                 np.testing.assert_array_equal(infos["final_obs"][env], channels(expected_infos["final_obs"][env]))
-    monkeypatch.setattr(CountedFrames, "observation_space", gym.spaces.Box(0, 255, (3, 5, 4), np.uint8))
-    with pytest.raises(InputError, match="images with the channels last"):
-        make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)
+    for shape in ((3, 5, 4), (5, 8, 3)):  # three of the latter have more channels than rows
+        monkeypatch.setattr(CountedFrames, "observation_space", gym.spaces.Box(0, 255, shape, np.uint8))
+        with pytest.raises(InputError, match="images with the channels last"):
+            make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)
 
 
 def test_gymnasium_tasks_start_new_episodes_and_say_so(capsys):
