@@ -191,9 +191,9 @@ def flag(name: str) -> str:
 
 
 def check_limits(args: Any) -> None:
-    """Raise InputError for the first setting of a dataclass that is out of its limits, no choice of it, or emptied."""
+    """Raise InputError for a setting out of its limits or none of its choices, or a tool's flag without a value."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        if getattr(args, name) == () and getattr(type(args), name, ()) != ():  # a flag with nothing after it
+        if not isinstance(args, RunArgs) and getattr(args, name) == () != getattr(type(args), name, ()):
             raise InputError(f"{flag(name)} is empty: name one at least.")
         for value in [leaf for leaf in tree_leaves(getattr(args, name)) if leaf is not None]:
             if isinstance(value, int | float) and (2**62 if isinstance(value, int) else 2.0**100) <= value < math.inf:

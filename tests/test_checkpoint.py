@@ -403,7 +403,7 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     words = [*flags(default), *shlex.split("--sizes 8 4 2 --pair c/d 1e-3 --names x 'y z' --colour BLUE")]
     changed = parse(script.Args, words)
     assert (changed.sizes, changed.pair, changed.names) == ((8, 4, 2), (Path("c/d"), 1e-3), ["x", "y z"])
-    for args in (default, changed):
+    for args in (default, changed, replace(default, sizes=())):
         with stopping(script, "update", 2), pytest.raises(KeyboardInterrupt):
             script.main(args)
         ((path, _),) = checkpoint.runs_of(args, os.path.relpath(script.__file__, ROOT))
