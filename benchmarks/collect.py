@@ -95,7 +95,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
         if rows < had.get(name, 0):
             raise InputError(f"{run_dir / name} has {rows} rows up to step {at:,} where its checkpoint has {had[name]}")
     curve = curves.read(run_dir / "progress.csv", logs["progress.csv"])
-    meta |= {"run_dir": run_dir.absolute().name, "seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
+    meta |= {"run_dir": run_dir.resolve().name, "seconds": curve.seconds[-1], "stopped_at": curve.steps[-1]}
     if curve.steps[-1] >= args["total_timesteps"] and meta.get("finished"):  # the last evaluations follow the last row
         del meta["stopped_at"]
     waits = "stopped_at" in meta or not args.get("eval_interval")

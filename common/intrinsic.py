@@ -95,8 +95,8 @@ class ICM(nn.Module):
         num_actions = int(space.n) if isinstance(space, Discrete) else math.prod(space.shape)
         size = 256  # of the features
         if isinstance(space, Box):
-            self.register_buffer("low", torch.as_tensor(space.low, dtype=torch.float32))
-            self.register_buffer("high", torch.as_tensor(space.high, dtype=torch.float32))
+            self.register_buffer("low", torch.tensor(space.low, dtype=torch.float32))  # a resume loads into it
+            self.register_buffer("high", torch.tensor(space.high, dtype=torch.float32))
         self.moments = RunningMoments(envs.single_observation_space.shape)
         self.encoder = embedding(self.moments, size)
         self.forward_model = nn.Sequential(nn.Linear(size + num_actions, size), nn.ReLU(), nn.Linear(size, size))
