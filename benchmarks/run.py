@@ -142,9 +142,9 @@ def make_jobs(args: Args) -> list[Job]:
     paths = [os.path.relpath(path.parent.resolve() / path.name, ROOT) for path in args.scripts or ()]
     algorithms = [*(args.algorithms or ()), *(path.removesuffix(".py") for path in paths)] or ["ppo", "ppg", "impala"]
     swept, *values = [args.sweep[0].replace("_", "-"), *args.sweep[1:]] if args.sweep else ("", "")
+    if not values:  # after the flag; check_limits has seen to the others
+        raise InputError("--sweep is empty: name one at least.")
     for name, several in {"algorithms": algorithms, "env_ids": args.env_ids, "sweep": values}.items():
-        if not several:
-            raise InputError(f"{flag(name)} is empty: name one at least.")
         if twice := [value for value, count in Counter(several).items() if count > 1]:
             raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
     own = OWN_FLAGS if len(algorithms) == 1 else (*OWN_FLAGS, "--exp-name")  # which tells scripts apart

@@ -21,7 +21,7 @@ from helpers import read_csv
 from test_report import write_run
 
 
-def test_collect_copies_a_curve_and_its_origin(tmp_path):
+def test_collect_copies_a_curve_and_its_origin(tmp_path, monkeypatch):
     words = " --num-levels 200 --runs-dir " + shlex.quote(f"{tmp_path}'s runs")
     run_dir = write_run(tmp_path / "runs", "ppo", "maze", 3, 5.0, 16, words, num_levels=200, eval_interval=8)
     progress, meta, evaluations = (run_dir / name for name in ("progress.csv", "meta.json", "eval.csv"))
@@ -42,6 +42,8 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
 
     found = collected("results")
     assert found["seconds"] == float(read_csv(progress)[-1]["seconds"])
+    assert "--num-levels 200" in found["command"]
+    assert "runs-dir" not in found["command"]
     assert shlex.split(found["command"])[-2:] == ["--num-levels", "200"]
     assert collected("results") == found  # the same run again changes nothing
     assert collected("stopped", part, unfinished=True)["stopped_at"] == 8
@@ -52,6 +54,8 @@ def test_collect_copies_a_curve_and_its_origin(tmp_path):
         collected("results", part, unfinished=True)  # not the shorter for the longer
     write_json(run_dir / "args.json", read_json(run_dir / "args.json") | {"eval_interval": 0})  # it has gone on without
     assert collected("results") == found  # it has no checkpoint
+    monkeypatch.setattr(collect, "newest_checkpoint", lambda path: {"step": 16, "run": {"rows": {"eval.csv": 1}}})
+    assert collected("results") == found
 
 
 def test_collect_compares_what_makes_a_run(tmp_path):
