@@ -87,14 +87,16 @@ def test_a_tree_is_dirty_by_its_own_files_and_the_script(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(tmp_path)]
     tmp_path.mkdir()
     (tmp_path / "old.py").write_text("")
+    (tmp_path / ".gitignore").write_text("ignored.py")
     for words in (["init"], ["add", "."], ["commit", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
     (tmp_path / "new.py").write_text("")
+    (tmp_path / "ignored.py").write_text("")
 
     def dirty(script):
         return run.provenance("", script, torch.device("cpu"))["dirty"]
 
-    assert [dirty("old.py"), dirty("new.py"), dirty("../beside.py")] == [False, True, True]
+    assert [dirty("old.py"), dirty("new.py"), dirty("../beside.py"), dirty("ignored.py")] == [False, True, True, True]
     (tmp_path / "old.py").write_text("changed")
     assert dirty("old.py")
 
