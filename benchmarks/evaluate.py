@@ -64,7 +64,7 @@ class Args:
     """script to build the agent with, such as the copy in a run folder; None: the one in this tree that made it"""
     env_id: str | None = None
     """the run's task, to be named here if it is of a module (module:Name), whose code is then run"""
-    random_policy: tuple[str, ...] = ()
+    random_policy: tuple[str, ...] | None = None
     """games, or other tasks, to play with random actions in place of an agent"""
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] | None = None
     """Procgen's difficulty for --random-policy (None: easy); an agent plays in that of its run"""
@@ -347,7 +347,8 @@ def main(args: Args) -> dict[str, float]:
     check(args)
     device, mode = resolve_device(args.device), args.distribution_mode or "easy"
     setup_device(device, seed=args.seed)
-    tasks = [Task(args, None, EnvArgs(env_id=name, distribution_mode=mode), make_vec) for name in args.random_policy]
+    games = args.random_policy or ()
+    tasks = [Task(args, None, EnvArgs(env_id=name, distribution_mode=mode), make_vec) for name in games]
     if args.source is not None:
         tasks.append(Task(args, *load_agent(args.source, device, args.script, args.env_id)))
     if args.export is not None:

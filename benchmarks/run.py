@@ -210,9 +210,7 @@ def check_env_id(env_id: str) -> None:
 
 def look(job: Job, runs_dir: str) -> None:
     """Find the run folder with a job's settings, and whether that run has ended or is under way elsewhere."""
-    found = []
-    for precision in ("fp32", "bf16") if job.settings.precision == "auto" else (job.settings.precision,):
-        found += runs_of(replace(job.settings, runs_dir=runs_dir, precision=precision), f"{job.algorithm}.py")
+    found = runs_of(replace(job.settings, runs_dir=runs_dir), f"{job.algorithm}.py")
     finished, used = [path for path, ended in found if ended], [path for path, _ in found if in_use(path)]
     if job.state in ("waiting", "elsewhere") and (finished or used):
         job.state = "done" if finished else "elsewhere"

@@ -180,9 +180,7 @@ class Checkpoints:
         self.head = {"format": FORMAT, "script": run.script, "script_sha256": sha256(ROOT / run.script)}
         self.head["args"] = to_json(run.args)
         self.last_write = self.last_copy = time.monotonic() if run.step else -math.inf
-        if self.world.rank > 0:
-            return
-        for file in checkpoint_files(run.path):
+        for file in checkpoint_files(run.path) if self.world.rank == 0 else []:
             if int(file.stem) > run.step:  # damaged: it was skipped
                 file.rename(file.with_suffix(".damaged"))
 
@@ -295,7 +293,8 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
 
 
 def differences(args: Any, settings: dict[str, Any], may_differ: set[str]) -> list[str]:
-    """Names of the settings of `args` that differ from `settings`, but for those that may."""
+    """Names of the settings of `args` that differ from `settings`, but for those that may. `auto` is any precision."""
+    may_differ = may_differ | ({"precision"} if args.precision == "auto" else set())
     there = to_json(type(args)()) | args.earlier | settings
     return [name for name, value in to_json(args).items() if name not in may_differ and there[name] != value]
 

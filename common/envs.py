@@ -33,7 +33,8 @@ def make_vec(args: EnvArgs, num_envs: int, seed: int, render: bool = False) -> V
     if args.frame_stack == 1:
         return envs
     shape = envs.single_observation_space.shape or ()
-    if len(shape) < 2 or (len(shape) == 3 and shape[0] < min(shape[1], shape[2] * args.frame_stack)):
+    grey = len(shape) == 2 and args.frame_stack >= min(shape)  # the networks would take columns for channels
+    if len(shape) < 2 or grey or (len(shape) == 3 and shape[0] < min(shape[1], shape[2] * args.frame_stack)):
         envs.close()
         raise InputError(f"--frame-stack is for images with the channels last, and few: lower it for {args.env_id}.")
     return FrameStack(envs, args.frame_stack)

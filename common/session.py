@@ -43,12 +43,12 @@ class Session:
         args.validate()
         self.make_vector_env = make_envs
         self.device = resolve_device(args.device)
-        args = replace(args, precision=resolve_precision(args.precision, self.device))
         self.world = world = World(self.device)
-        self.args = args = world.share_settings(args)
         self.script = os.path.relpath(Path(script).parent.resolve() / Path(script).name, ROOT)
         self.runs_dir = Path(args.runs_dir).absolute()  # an environment may chdir as it is made
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
+        precision = self.resumed.checkpoint["args"]["precision"] if self.resumed else args.precision
+        self.args = args = world.share_settings(replace(args, precision=resolve_precision(precision, self.device)))
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         self.exits = ExitStack()
         self.exits.callback(torch.set_num_threads, torch.get_num_threads())  # for the next run of this process

@@ -248,8 +248,8 @@ def parse(args_class: type, words: Sequence[str] | None = None) -> Any:
     """`args_class` as the command line (or `words`) sets it, else as `--resume RUN_DIR`, `--preset` or the defaults."""
     words = sys.argv[1:] if words is None else list(words)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for the flags that set other flags' defaults
-    for name in ("--resume", "--preset", "--env-id"):
-        early.add_argument(name, nargs="?")  # tyro says if a value is missing
+    for name in ("resume", "preset", "env_id"):  # in both spellings, as tyro takes them
+        early.add_argument(f"--{name}", flag(name), nargs="?")  # tyro says if a value is missing
     known, _ = early.parse_known_args(words)
     args = args_class()
     if known.resume not in (None, "None", "auto"):

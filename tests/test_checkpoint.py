@@ -31,7 +31,7 @@ import helpers
 import impala
 import ppg
 import ppo
-from common import InputError, TrainingError, checkpoint
+from common import InputError, TrainingError, checkpoint, session
 from common.device import resolve_precision
 from common.learning import RewardNormalizer
 from common.procgen_env import ProcgenVectorEnv
@@ -533,8 +533,10 @@ def test_no_run_to_go_on_with(tmp_path):
             parse(ppo.Args, ["--resume", str(tmp_path / name)])
 
 
-def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, undisturbed, capsys):
-    path = run_copy(ppg)
+def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, undisturbed, monkeypatch, capsys):
+    """Also on a machine where another precision is the default."""
+    path, expected = run_copy(ppg), undisturbed(ppg)
+    monkeypatch.setattr(session, "resolve_precision", lambda precision, _: OTHER if precision == "auto" else precision)
     runs = path.parent
     for name, file, change in (
         ("other", "args.json", {"seed": 5}),
@@ -552,12 +554,12 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_settings(run_copy, und
     shutil.rmtree(runs / "no-checkpoint/checkpoints")
     (runs / "broken").mkdir()
     (runs / "broken/args.json").write_text("{")
-    args = game_args(ppg, runs, resume="auto", precision=AUTO)
+    args = game_args(ppg, runs, resume="auto")
     with helpers.in_use(runs / "in-use"):
         assert ppg.main(args) == path
     notes = capsys.readouterr().err
     assert all(f"passes {runs / name} over" in notes for name in ("in-use", "no-checkpoint"))
-    check_same_run(path, undisturbed(ppg))
+    check_same_run(path, expected)
     assert path in [each for each, _ in checkpoint.runs_of(args, "ppg.py")]
     assert [each for each, _ in checkpoint.runs_of(replace(args, eval_interval=100), "ppg.py")] == [runs / "evaluated"]
     shutil.rmtree(runs / "older")

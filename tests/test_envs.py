@@ -250,7 +250,7 @@ def test_stacks_of_frames_become_channels(monkeypatch):
             np.testing.assert_array_equal(obs, channels(expected))
             for env in np.flatnonzero(expected_infos.get("_final_obs", ())):
                 np.testing.assert_array_equal(infos["final_obs"][env], channels(expected_infos["final_obs"][env]))
-    for shape in ((3, 5, 4), (5, 8, 3)):  # three of the latter have more channels than rows
+    for shape in ((3, 5, 4), (5, 8, 3), (3, 8)):  # three of the second have more channels than rows
         monkeypatch.setattr(CountedFrames, "observation_space", gym.spaces.Box(0, 255, shape, np.uint8))
         with pytest.raises(InputError, match="images with the channels last"):
             make_envs("TestFrames-v0", 2, seed=0, frame_stack=3)

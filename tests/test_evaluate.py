@@ -188,6 +188,7 @@ def test_random_actions_of_any_kind(env_id, capsys):
         ({"source": None, "random_policy": ("maze", "TestCount-v0"), "levels": "3"}, "numbers in --levels need"),
         ({"source": None, "random_policy": ("CartPole-v1",), "per_level": Path("x.csv")}, "--per-level and numbers in"),
         ({"source": None, "random_policy": ("maze", "nothing")}, "'nothing' is not known"),
+        ({"random_policy": ()}, "--random-policy is empty: name one at least."),
     ],
 )  # fmt: skip
 def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):

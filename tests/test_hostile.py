@@ -69,7 +69,8 @@ def test_code_that_came_with_a_model_is_not_run(stranger, monkeypatch, capsys):
             with pytest.raises(InputError, match=rf"which imports \w+: add --env-id {env_id}, if you trust it\.$"):
                 attempt(stranger)
     assert not (stranger / "ran").exists()
-    assert parse(ppo.Args, ["--resume", str(stranger), "--env-id", "evil:E-v0"]).env_id == "evil:E-v0"
+    for name in ("--env-id", "--env_id"):
+        assert parse(ppo.Args, ["--resume", str(stranger), name, "evil:E-v0"]).env_id == "evil:E-v0"
     with pytest.raises(InputError, match="is not known"):
         load_agent(stranger, env_id="evil:E-v0")
     assert (stranger / "ran").exists()
