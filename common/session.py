@@ -96,7 +96,7 @@ class Session:
             self.exits.callback(self.evaluator.held_out.envs.close)
         if resumed:
             load_parts(parts, resumed, world.rank)
-        elif args.init_from:
+        elif args.init_from is not None:
             load_weights(agent, args.init_from, args.init_heads)
         world.broadcast_parameters(part for part in parts.values() if isinstance(part, nn.Module))
         try:

@@ -71,6 +71,7 @@ def check_rejected(script, tmp_path, settings, *words):
         # devices, heads, memory (limits of numbers: tests/test_session.py)
         (SCRIPTS, {"device": "cuda:99"}, ["--device cuda:99", "CUDA GPUs here: use --device auto or another"]),
         (SCRIPTS, {"device": "tpu", "max_grad_norm": 1e20}, ["--device 'tpu'", "auto, cpu, cuda or cuda:N"]),
+        (SCRIPTS, {"init_from": ""}, ["model.pt cannot be read"]),  # a shell's variable without a value
         (SCRIPTS, {"init_heads": "reset"}, ["--init-heads is for", "add --init-from"]),
         (SCRIPTS, {"feature_dim": 10**9, "hidden_dim": 10**4}, [MEMORY]),
         (SCRIPTS, {"env_id": "starpilot", "num_envs": 10**6}, ["--num-envs 1000000 takes 1000 GB: lower it."]),
