@@ -49,7 +49,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
         if not isinstance(there.get("settings"), dict):
             raise InputError(f"{run_dir}: {neighbour} has no settings to compare: collect {other} again, elsewhere")
         mine, theirs = complete(meta, there), complete(there, meta)
-        if keys := [key for key in mine if mine[key] != theirs[key]]:
+        alike = {"script"} if meta.get("script_sha256", "") == there.get("script_sha256") else set()  # it was moved
+        if keys := [key for key in mine if key not in alike and mine[key] != theirs[key]]:
             words = ", ".join(f"{flag(key)} {mine[key]} (there: {theirs[key]})" for key in keys)
             words = f"{run_dir} has other settings than {other}: {words}"
             raise InputError(f"{words}: leave one out, or use another --exp-name")

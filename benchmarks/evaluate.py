@@ -35,7 +35,7 @@ import torch
 import tyro
 from PIL import Image
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, TrainingError
@@ -218,9 +218,9 @@ class Policy(nn.Module):
         self.agent = agent
 
     def forward(self, obs: Tensor, state: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if not hasattr(self.agent, "step"):
-            return self.agent.get_policy(obs)
-        params, _, next_state = self.agent.step(obs, self.agent.initial_state(len(obs)) if state is None else state)
+        dist, next_state = self.agent.get_action_dist(obs, state)
+        dist = dist.base_dist if isinstance(dist, distributions.Independent) else dist
+        params = torch.cat([dist.loc, dist.scale.log()], -1) if isinstance(dist, distributions.Normal) else dist.logits
         return params if state is None else (params, next_state)
 
 

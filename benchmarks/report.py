@@ -57,7 +57,7 @@ class Args:
     mark: NotNegative[int] = 0
     """step at which runs are compared; 0: the last that the runs of a game have reached"""
     results: Path = RESULTS
-    """where collected curves are"""
+    """where collected curves are, for a report without run folders"""
     out: Path = Path("report")
     """where report.md and the figures of one's own runs go"""
 
@@ -250,7 +250,7 @@ def notes(protocol: Protocol) -> list[str]:
     for algorithm, game, _ in protocol.tasks:
         folders = [protocol.folder / name / game for name in (algorithm, protocol.baseline)]
         runs = [[read_json(path) for path in sorted(folder.glob("*.meta.json"))] for folder in folders]
-        if not (runs[1] and all("settings" in metas[0] for metas in runs)):
+        if not (all(runs) and all("settings" in metas[0] for metas in runs)):
             continue
         hashes = [set(re.findall(SCRIPT_HASH, str(metas))) for metas in runs]
         ours, theirs = complete(runs[0][0], runs[1][0]), complete(runs[1][0], runs[0][0])

@@ -70,8 +70,8 @@ class Args:
     """scripts of this repository to run; all, where neither this nor --scripts names one"""
     scripts: tuple[Path, ...] | None = None
     """scripts of your own to run, in any folder: changed copies of those"""
-    env_ids: tuple[str, ...] = ("starpilot",)
-    """Procgen games, or other tasks"""
+    env_ids: tuple[str, ...] | None = None
+    """Procgen games, or other tasks; None: the task that a script has as its default"""
     sweep: tuple[str, ...] | None = None
     """a flag of the scripts and its values: a run for each, with the flag and the value in its --exp-name"""
     seeds: Positive[int] = 3
@@ -142,9 +142,9 @@ def make_jobs(args: Args) -> list[Job]:
     paths = [os.path.relpath(path.parent.resolve() / path.name, ROOT) for path in args.scripts or ()]
     algorithms = [*(args.algorithms or ()), *(path.removesuffix(".py") for path in paths)] or ["ppo", "ppg", "impala"]
     swept, *values = [args.sweep[0].replace("_", "-"), *args.sweep[1:]] if args.sweep else ("", "")
-    if not values:  # after the flag; check_limits has seen to the others
+    if args.sweep and not (swept and values):  # check_limits has seen to the others
         raise InputError("--sweep is empty: name one at least.")
-    for name, several in {"algorithms": algorithms, "env_ids": args.env_ids, "sweep": values}.items():
+    for name, several in {"algorithms": algorithms, "env_ids": args.env_ids or (), "sweep": values}.items():
         if twice := [value for value, count in Counter(several).items() if count > 1]:
             raise InputError(f"{flag(name)} has {twice[0]} more than once: leave one out.")
     own = OWN_FLAGS if len(algorithms) == 1 else (*OWN_FLAGS, "--exp-name")  # which tells scripts apart
@@ -156,7 +156,7 @@ def make_jobs(args: Args) -> list[Job]:
         if getattr(args, name) != getattr(Args, name):
             raise InputError(f"{flag(name)} is not for --launcher {args.launcher}: leave it out.")
     classes = {algorithm: type(default_settings(f"{algorithm}.py")) for algorithm in algorithms}
-    for env_id in args.env_ids:
+    for env_id in {*(args.env_ids or ())} - {each.env_id for each in classes.values()}:
         check_env_id(env_id)  # the scripts may have registered it
     levels, length, eval_interval = PROTOCOLS[args.protocol]
     common = ["--distribution-mode", args.protocol.partition("-")[0], "--num-levels", str(levels)]
@@ -167,14 +167,14 @@ def make_jobs(args: Args) -> list[Job]:
     for algorithm, value in itertools.product(algorithms, values):
         words = common + sweep_words(swept, value, parse(classes[algorithm], common).exp_name)
         kinds.append((algorithm, value, words, parse(classes[algorithm], words)))
-    for seed, env_id, kind in itertools.product(range(1, args.seeds + 1), args.env_ids, kinds):
+    for seed, env_id, kind in itertools.product(range(1, args.seeds + 1), args.env_ids or [None], kinds):
         algorithm, value, words, settings = kind
-        settings = replace(settings, env_id=env_id, seed=seed)
+        settings = replace(settings, env_id=env_id or settings.env_id, seed=seed)
         settings.validate()
         check_envs(settings, settings.num_envs)
         if settings.eval_interval:
             held_out_settings(settings)
-        jobs.append(Job(algorithm, ["--env-id", env_id, "--seed", str(seed), *words], settings, swept=value))
+        jobs.append(Job(algorithm, ["--env-id", settings.env_id, "--seed", str(seed), *words], settings, swept=value))
     return jobs
 
 
@@ -264,7 +264,7 @@ def places(args: Args) -> list[str]:
     found = []
     for device in devices:
         resolve_device(device)
-        default = max(1, os.cpu_count() // args.threads) if device == "cpu" else 1
+        default = max(1, len(os.sched_getaffinity(0)) // args.threads) if device == "cpu" else 1
         found += [device] * (args.runs_per_device or default)
     return found
 

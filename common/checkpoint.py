@@ -286,8 +286,8 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
     found = []
     for path in Path(args.runs_dir).absolute().glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
-        same = meta.get("script") == script and meta.get("ranks", 1) == ranks
-        if same and not differences(args, settings, may_differ):
+        known = meta.get("script") == script or meta.get("script_sha256") == sha256(ROOT / script)  # it was moved
+        if known and meta.get("ranks", 1) == ranks and not differences(args, settings, may_differ):
             found.append((str(meta.get("started")), path.stat().st_ctime_ns, path, bool(meta.get("finished"))))
     return [(path, finished) for *_, path, finished in sorted(found, reverse=True)]
 
@@ -310,7 +310,7 @@ def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
     ended = finished or settings.get("total_timesteps") != args.total_timesteps
     if step >= args.total_timesteps and ended:
         raise InputError(f"--resume {path}: it has made {step:,} steps: raise --total-timesteps to go on.")
-    if checkpoint["script"] != script:
+    if checkpoint["script"] != script and checkpoint.get("script_sha256") != sha256(ROOT / script):
         raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
     if ranks != world.world_size:
         raise InputError(f"--resume {path}: that is a run of {ranks} ranks, not of {world.world_size}.")

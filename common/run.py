@@ -130,7 +130,7 @@ class Run:
             if getattr(self.args, "anneal_lr", False) and now != was:
                 print(f"note: --anneal-lr now ends at {now:,} steps, not at {was:,}", file=sys.stderr)
                 meta["resumed"][-1]["annealed_to"] = was
-        return meta | {"command": here["command"], "finished": None}
+        return meta | {"command": here["command"], "script": here["script"], "finished": None}
 
     def track(self, config: dict[str, Any]) -> Any:
         """Begin or go on with a run of Weights & Biases. Its files lie outside of the folder, which it copies."""

@@ -73,13 +73,15 @@ def test_collect_compares_what_makes_a_run(tmp_path):
     same |= {"track": True, "wandb_project_name": "a b", "capture_video": True}
     collect_both(plain | {"init_from": "a"}, plain | same | {"init_from": "b"})
     collect_both(plain, plain | {"new": 1})
+    collect_both(plain, plain, script="moved/ppo.py")  # with the same content
+    other = {"script_sha256": "other"}
     others = {"learning_rate": 1e-5}, {"anneal_lr": True}, {"init_from": "a"}, {"eval_num_levels": 9}
-    metas = {"ranks": 2}, {"script": "ideas/ppo.py"}, {"resumed": [{"step": 64, "annealed_to": 50}]}
+    metas = {"ranks": 2}, {"script": "ideas/ppo.py"} | other, {"resumed": [{"step": 64, "annealed_to": 50}]}
     annealed = plain | {"anneal_lr": True}
     new = plain | {"new": 1}
     pairs = [(plain, new, {"flags": " --new 1"}), (plain, plain | {"new": False}, {"flags": " --no-new"})]
     pairs.append((plain, plain | {"no_op_max": 1}, {"flags": " --no-op-max 1"}))
-    pairs += [(plain, plain | other, {}) for other in others] + [(plain, plain, meta) for meta in metas]
+    pairs += [(plain, plain | each, {}) for each in others] + [(plain, plain, meta) for meta in metas]
     for first, second, meta in (*pairs, (annealed, annealed | {"total_timesteps": 8}, {})):
         with pytest.raises(InputError, match=" has other settings than maze__ppo__1__"):
             collect_both(first, second, **meta)

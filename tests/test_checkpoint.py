@@ -412,6 +412,11 @@ def test_settings_of_all_kinds_come_back(tmp_path):
         assert checkpoint.load_agent(path, script=script.__file__)[1] == replace(args, resume=None)
         words = shlex.split(read_json(path / "meta.json")["command"])[2:]
         assert parse(script.Args, words) == replace(args, resume=None)
+    moved = checkpoint.load_script(shutil.copy(script.__file__, tmp_path / "moved.py"))  # a run is of its content
+    args = moved.Args(**vars(args) | {"total_timesteps": 128, "resume": str(path)})
+    for name in ("moved.py", "idea.py"):
+        assert checkpoint.runs_of(replace(args, total_timesteps=96), os.path.relpath(tmp_path / name, ROOT))
+    assert moved.main(args) == path
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
         ({"sizes": [16, 32]}, "--sizes [16, 32] would come back from args.json as (16, 32)"),

@@ -101,6 +101,11 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     jobs = launcher.make_jobs(launcher.Args(scripts=(idea,), env_ids=("MyPole-v0", "poles:MyPole-v1"), seeds=1))
     assert [job.settings.env_id for job in jobs] == ["MyPole-v0", "poles:MyPole-v1"]
     assert ":" not in jobs[1].file(runs, ".log").name
+    own = idea.with_name("own.py")  # which makes its task itself
+    own.write_text(source.replace("    gamma: Fraction", '    env_id: str = "Own"\n    gamma: Fraction'))
+    for env_ids in (None, ("Own",)):
+        (job,) = launcher.make_jobs(launcher.Args(scripts=(own,), env_ids=env_ids, seeds=1))
+        assert job.settings.env_id == "Own"
     for source, words in {"x = (": r"'\(' was never closed", "x = 3": "no attribute 'Args'"}.items():
         broken = tmp_path / f"broken{len(source)}.py"
         broken.write_text(source)
@@ -148,6 +153,7 @@ def test_protocols(mode, levels, steps):
         ({"env_ids": ()}, "--env-ids is empty"),
         ({"scripts": ()}, "--scripts is empty"),
         ({"sweep": ("gamma",)}, "--sweep is empty"),
+        ({"sweep": ("", "0.9")}, "--sweep is empty"),
         ({"sweep": ("gamma", "0.9", "0.9")}, "--sweep has 0.9 more than once"),
         ({"sweep": ("gamma", "0.9", "2")}, "--gamma 2.0 cannot work"),
         ({"sweep": ("seed", "1", "2")}, "--seed cannot be given here"),
@@ -165,7 +171,7 @@ def test_bad_settings(settings, word, tmp_path):
 
 
 def test_places(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(launcher, "resolve_device", lambda device: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for settings, expected in (
