@@ -90,7 +90,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
             raise TrainingError(f"not as in an undisturbed run (does open_run get all that learns?): {different}")
     with promise("loaded, evaluated and exported", broken):
         evaluate = [here.with_name("evaluate.py"), whole, "--script", script, *task, "--export", folder / "policy.pt"]
-        python(log, *evaluate, "--episodes", 2, "--num-envs", 2)
+        python(log, *evaluate, "--episodes", 2, "--num-envs", 2, "--greedy")
     with promise("two ranks with the same networks", broken):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
         python(log, *torchrun, script, *words, folder / "ranks", "--device", "cpu")
