@@ -267,8 +267,7 @@ class RecordFirstEnv(VectorWrapper):
     def __init__(self, envs: VectorEnv):
         super().__init__(envs)
         self.folder = self.writer = None  # the latter of the video under way
-        self.track = False
-        self.episode = 0
+        self.track, self.episode = False, 0
         self.encoder = ThreadPoolExecutor(1)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:

@@ -414,8 +414,10 @@ def test_settings_of_all_kinds_come_back(tmp_path):
         assert parse(script.Args, words) == replace(args, resume=None)
     moved = checkpoint.load_script(shutil.copy(script.__file__, tmp_path / "moved.py"))  # a run is of its content
     args = moved.Args(**vars(args) | {"total_timesteps": 128, "resume": str(path)})
-    for name in ("moved.py", "idea.py"):
-        assert checkpoint.runs_of(replace(args, total_timesteps=96), os.path.relpath(tmp_path / name, ROOT))
+    for there in (True, False):
+        found = checkpoint.runs_of(replace(args, total_timesteps=96), os.path.relpath(moved.__file__, ROOT))
+        assert [each for each, _ in found] == [path] * (not there)  # another copy has runs of its own
+        Path(script.__file__).unlink(missing_ok=True)
     assert moved.main(args) == path
     for changes, words in (
         ({"sizes": (1, 0)}, "--sizes 0 cannot work: use a number above 0"),
