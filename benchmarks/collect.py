@@ -1,7 +1,6 @@
 """Copy the curves of finished runs to where the documents' numbers come from.
 
     python benchmarks/collect.py runs/starpilot__ppo__1__1795158356 ...
-    python benchmarks/collect.py runs/*__* --unfinished --results my_results     # also others; elsewhere
 
 A run's progress.csv becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv, beside its evaluations (.eval.csv) and
 origin (.meta.json, with `stopped_at` if it has not ended). Once the run goes on, the longer curve takes its place.

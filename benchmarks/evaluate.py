@@ -3,7 +3,6 @@
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --episodes 500
     python benchmarks/evaluate.py runs/coinrun__ppo__1__1795202643 --levels 0-199,1000-1199 --per-level levels.csv
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643/model.pt --video out.mp4      # or out.gif
-    python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --export policy.pt --episodes 0
     python benchmarks/evaluate.py --random-policy starpilot fruitbot    # what a learning curve has to rise above
 
 --export writes TorchScript, which runs without this code, in Python or C++. The policy takes uint8 frames [B, height,
@@ -35,7 +34,8 @@ import torch
 import tyro
 from PIL import Image
 from scipy import stats
-from torch import Tensor, distributions, nn
+from torch import Tensor, nn
+from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, TrainingError
@@ -219,8 +219,10 @@ class Policy(nn.Module):
 
     def forward(self, obs: Tensor, state: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         dist, next_state = self.agent.get_action_dist(obs, state)
-        dist = dist.base_dist if isinstance(dist, distributions.Independent) else dist
-        params = torch.cat([dist.loc, dist.scale.log()], -1) if isinstance(dist, distributions.Normal) else dist.logits
+        dist = dist.base_dist if isinstance(dist, Independent) else dist
+        if not isinstance(dist, Categorical | Bernoulli | Normal):
+            raise InputError(f"--export takes no {type(dist).__name__}: use categorical, Bernoulli or normal actions.")
+        params = torch.cat([dist.loc, dist.scale.log()], dim=-1) if isinstance(dist, Normal) else dist.logits
         return params if state is None else (params, next_state)
 
 
@@ -242,22 +244,22 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
     """Write the policy of a run folder, model or checkpoint. Raises InputError, and TrainingError if it differs."""
     agent, args, make_envs = load_agent(source, script=script, env_id=env_id)
     agent.bf16 = False
-    envs = Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))
-    obs = torch.as_tensor(envs.reset(seed=1)[0])
-    envs.close()
+    with closing(Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))) as envs:
+        obs = torch.as_tensor(envs.reset(seed=1)[0])
     inputs = [obs if obs.dim() == 4 else obs.float()]
-    if hasattr(agent, "initial_state") and agent.initial_state(1).numel():
-        inputs.append(torch.randn_like(agent.initial_state(len(obs))))
     policy = Policy(agent).eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and might keep sizes: see below
+        _, state = agent.get_action_dist(*inputs)
+        if state is not None and state.numel():
+            inputs.append(torch.randn_like(state))
         scripted = torch.jit.freeze(torch.jit.trace(policy, tuple(inputs)))
         for size in (len(obs), 1):  # and another batch than the one that it was traced with
             batch = [inputs[0][:size], *(state[:, :size] for state in inputs[1:])]
             expected, found = policy(*batch), scripted(*batch)
             pairs = zip(expected, found, strict=True) if isinstance(expected, tuple) else [(expected, found)]
-            errors = torch.stack([(mine - theirs).abs().max() for mine, theirs in pairs])
-            if not (errors <= TOLERANCE).all():  # nor NaN
+            errors = torch.stack([torch.where(mine == theirs, 0, mine - theirs).abs().max() for mine, theirs in pairs])
+            if not (errors <= TOLERANCE).all():  # nor NaN (-inf, of a masked action, equals itself)
                 raise TrainingError(f"the exported policy differs from the agent, by up to {errors.max():.3g}")
     origin = {"script_sha256": read_model(source).get("script_sha256", "")}
     write("export", out, scripted.save_to_buffer(_extra_files=origin))

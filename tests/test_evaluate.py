@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.distributions import Categorical
+from torch.distributions import Beta, Categorical
 
 import evaluate
 import impala
@@ -250,17 +250,26 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
         monkeypatch.setattr(torch.jit, "trace", lambda policy, inputs: trace(evaluate.Policy(agent).eval(), inputs))
         with pytest.raises(TrainingError, match=f"differs from the agent, by up to {error}"):
             evaluate.export(model, out)
+    monkeypatch.setattr(ppo.Agent, "get_action_dist", lambda *_: (Beta(torch.ones(8, 1), 1.0), None))
+    with pytest.raises(InputError, match="--export takes no Beta: use categorical"):
+        evaluate.export(model, out)
     assert not out.exists()
 
 
 def test_exported_policies_give_the_same_logits(tmp_path, monkeypatch):
     """In a process without our code. What a copy does in `get_action_dist` is exported, too."""
-    expected, plain = {}, ppg.Agent.get_action_dist
-    colder = lambda *given: (Categorical(logits=5 * plain(*given)[0].logits), None)  # noqa: E731
-    monkeypatch.setattr(ppg.Agent, "get_action_dist", colder)
+    expected, plain, recurrent = {}, ppg.Agent.get_action_dist, impala.Agent.get_action_dist
+    zeros = torch.zeros(2, 8, 256)
+    nameless = lambda agent, obs, state=zeros: recurrent(agent, obs, zeros if state is None else state)  # noqa: E731
+    mask = torch.zeros(15).index_fill(0, torch.tensor([3]), -torch.inf)
+    masked = lambda *given: (Categorical(logits=mask + plain(*given)[0].logits), None)  # noqa: E731
+    monkeypatch.setattr(ppg.Agent, "get_action_dist", masked)
     for case, (script, settings, shape) in CASES.items():
         folder = tmp_path / case
         run_dir = train(script, folder / "runs", **settings)
+        if case == "lstm":  # nor has a copy to call it `initial_state`
+            monkeypatch.setattr(impala.Agent, "get_action_dist", nameless)
+            monkeypatch.delattr(impala.Agent, "initial_state")
         assert figures_of(run_dir, episodes=0, export=folder / "policy.pt") == {}
         agent, args, _ = load_agent(run_dir)
         agent.bf16 = False
