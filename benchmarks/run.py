@@ -155,7 +155,7 @@ def make_jobs(args: Args) -> list[Job]:
         if getattr(args, name) != getattr(Args, name):
             raise InputError(f"{flag(name)} is not for --launcher {args.launcher}: leave it out.")
     classes = {algorithm: type(default_settings(f"{algorithm}.py")) for algorithm in algorithms}
-    for env_id in {*(args.env_ids or ())} - {each.env_id for each in classes.values()}:
+    for env_id in [each for each in args.env_ids or () if {each} != {script.env_id for script in classes.values()}]:
         check_env_id(env_id)  # the scripts may have registered it
     levels, length, eval_interval = PROTOCOLS[args.protocol]
     common = ["--distribution-mode", args.protocol.partition("-")[0], "--num-levels", str(levels)]

@@ -106,6 +106,8 @@ def test_scripts_of_ones_own_are_in_the_matrix(tmp_path, in_process, monkeypatch
     for env_ids in (None, ("Own",)):
         (job,) = launcher.make_jobs(launcher.Args(scripts=(own,), env_ids=env_ids, seeds=1))
         assert job.settings.env_id == "Own"
+    with pytest.raises(InputError, match="'Own' is not known"):
+        launcher.make_jobs(launcher.Args(scripts=(own,), algorithms=("ppg",), env_ids=("Own",)))
     for source, words in {"x = (": r"'\(' was never closed", "x = 3": "no attribute 'Args'"}.items():
         broken = tmp_path / f"broken{len(source)}.py"
         broken.write_text(source)
