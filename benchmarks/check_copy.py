@@ -28,6 +28,7 @@ from gpu_check import do
 SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of PPG
     "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "n_pi": 3, "e_aux": 1, "batch_size": 2,
     "num_aux_rollouts": 2, "num_actors": 0, "log_interval": 1, "checkpoint_interval": 0, "total_timesteps": 11 * 32,
+    "eval_interval": 8 * 32, "eval_episodes": 2,
 }  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
             raise TrainingError(f"not as in an undisturbed run (does open_run get all that learns?): {different}")
     with promise("loaded, evaluated and exported", broken):
         evaluate = [here.with_name("evaluate.py"), whole, "--script", script, *task, "--export", folder / "policy.pt"]
-        python(log, *evaluate, "--episodes", 2, "--num-envs", 2, "--greedy")
+        python(log, *evaluate, "--episodes", 2, "--num-envs", 2)
     with promise("two ranks with the same networks", broken):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
         python(log, *torchrun, script, *words, folder / "ranks", "--device", "cpu")

@@ -19,7 +19,7 @@ import curves
 import impala
 from common import InputError
 from common.checkpoint import MAY_CHANGE, newest_checkpoint
-from common.run import write_atomically, write_json
+from common.run import ROOT, write_atomically, write_json
 from common.session import one_line_errors
 from common.settings import flag, read_json
 
@@ -48,7 +48,8 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
         if not isinstance(there.get("settings"), dict):
             raise InputError(f"{run_dir}: {neighbour} has no settings to compare: collect {other} again, elsewhere")
         mine, theirs = complete(meta, there), complete(there, meta)
-        alike = {"script"} if meta.get("script_sha256", "") == there.get("script_sha256") else set()  # it was moved
+        copies = all((ROOT / str(each.get("script"))).exists() for each in (meta, there))  # else one was moved
+        alike = {"script"} if not copies and meta.get("script_sha256") == there.get("script_sha256", "") else set()
         if keys := [key for key in mine if key not in alike and mine[key] != theirs[key]]:
             words = ", ".join(f"{flag(key)} {mine[key]} (there: {theirs[key]})" for key in keys)
             words = f"{run_dir} has other settings than {other}: {words}"

@@ -1,7 +1,6 @@
 """Play the agent of a run, finished or not, or a random policy: mean return, standard error, interquartile mean.
 
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643 --episodes 500
-    python benchmarks/evaluate.py runs/coinrun__ppo__1__1795202643 --levels 0-199,1000-1199 --per-level levels.csv
     python benchmarks/evaluate.py runs/starpilot__ppg__1__1795202643/model.pt --video out.mp4      # or out.gif
     python benchmarks/evaluate.py --random-policy starpilot fruitbot    # what a learning curve has to rise above
 

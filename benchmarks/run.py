@@ -1,7 +1,6 @@
 """Run a matrix of algorithms, games and seeds, some at a time. What is done is not done again; what is broken goes on.
 
     python benchmarks/run.py --algorithms ppo impala --env-ids starpilot fruitbot --seeds 2 --total-timesteps 1000000
-    python benchmarks/run.py --algorithms ppg --protocol hard-500 --devices cuda:0 cuda:1 --runs-per-device 2
     python benchmarks/run.py --launcher slurm --slurm-partition gpu --slurm-gpus 1 --sweep learning-rate 5e-4 1e-3
 
 What follows `--` goes to the scripts. Each run is `python <algorithm>.py ... --resume auto` in a process of its own,

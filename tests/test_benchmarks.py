@@ -73,10 +73,10 @@ def test_collect_compares_what_makes_a_run(tmp_path):
     same |= {"track": True, "wandb_project_name": "a b", "capture_video": True}
     collect_both(plain | {"init_from": "a"}, plain | same | {"init_from": "b"})
     collect_both(plain, plain | {"new": 1})
-    collect_both(plain, plain, script="moved/ppo.py")  # with the same content
-    other = {"script_sha256": "other"}
+    collect_both(plain, plain, script="moved/ppo.py")  # with the same content, and no copy of it
     others = {"learning_rate": 1e-5}, {"anneal_lr": True}, {"init_from": "a"}, {"eval_num_levels": 9}
-    metas = {"ranks": 2}, {"script": "ideas/ppo.py"} | other, {"resumed": [{"step": 64, "annealed_to": 50}]}
+    metas = [{"ranks": 2}, {"resumed": [{"step": 64, "annealed_to": 50}]}, {"script": "ppg.py"}]
+    metas.append({"script": "ideas/ppo.py", "script_sha256": "other"})
     annealed = plain | {"anneal_lr": True}
     new = plain | {"new": 1}
     pairs = [(plain, new, {"flags": " --new 1"}), (plain, plain | {"new": False}, {"flags": " --no-new"})]
