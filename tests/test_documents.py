@@ -104,7 +104,8 @@ def test_requirements_and_versions_agree():
     ("name", "run"),
     [
         ("fruitbot-impala", "models/fruitbot-impala"),
-        ("starpilot-impala", "long/easy-all/impala-full-rate/starpilot/seed1"),
+        ("starpilot-impala", "long/easy-all/impala-appo/starpilot/seed1"),
+        ("starpilot-impala-full-rate", "long/easy-all/impala-full-rate/starpilot/seed1"),
         ("bigfish-ppo", "long/easy-all/ppo/bigfish/seed1"),
     ],
 )
