@@ -179,7 +179,7 @@ def make_jobs(args: Args) -> list[Job]:
 def sweep_words(swept: str, value: str, exp_name: str) -> list[str]:
     """The words that give flag `swept` a value, and its run a name that says so."""
     switches = {"True": [f"--{swept}"], "False": [f"--no-{swept}"]}
-    words = switches.get(value, [f"--{swept}", *shlex.split(value)])
+    words = switches.get(value, [f"--{swept}", *value.split()])
     return [*words, "--exp-name", f"{exp_name}-{swept}-{value}".replace(" ", "-")] if swept else []
 
 
