@@ -6,6 +6,7 @@ A run's progress.csv becomes <results>/<protocol>/<algorithm>/<game>/seed<k>.csv
 origin (.meta.json, with `stopped_at` if it has not ended). Once the run goes on, the longer curve takes its place.
 """
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -48,12 +49,12 @@ def collect(run_dir: Path, results: Path, unfinished: bool = False) -> Path:
         if not isinstance(there.get("settings"), dict):
             raise InputError(f"{run_dir}: {neighbour} has no settings to compare: collect {other} again, elsewhere")
         mine, theirs = complete(meta, there), complete(there, meta)
-        copies = all((ROOT / str(each.get("script"))).exists() for each in (meta, there))  # else one was moved
+        copies = all(os.path.exists(ROOT / str(each.get("script"))) for each in (meta, there))  # else one was moved
         alike = {"script"} if not copies and meta.get("script_sha256") == there.get("script_sha256", "") else set()
         if keys := [key for key in mine if key not in alike and mine[key] != theirs[key]]:
             words = ", ".join(f"{flag(key)} {mine[key]} (there: {theirs[key]})" for key in keys)
-            words = f"{run_dir} has other settings than {other}: {words}"
-            raise InputError(f"{words}: leave one out, or use another --exp-name")
+            words = f"{words}: leave one out, or use another --exp-name"
+            raise InputError(f"{run_dir} has other settings than {other}: {words}")
     there = read_json(target.with_suffix(".meta.json"))
     goes_on = there.get("run_dir") == meta["run_dir"] and there.get("stopped_at", float("inf")) <= curve.steps[-1]
     goes_on &= str(meta.get("resumed")).startswith(str(there.get("resumed"))[:-1])  # not a copy that went elsewhere

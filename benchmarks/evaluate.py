@@ -250,8 +250,7 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and might keep sizes: see below
         _, state = agent.get_action_dist(*inputs)
-        if state is not None and state.numel():
-            inputs.append(torch.randn_like(state))
+        inputs += [torch.randn_like(state)] if state is not None and state.numel() else []
         scripted = torch.jit.freeze(torch.jit.trace(policy, tuple(inputs)))
         for size in (len(obs), 1):  # and another batch than the one that it was traced with
             batch = [inputs[0][:size], *(state[:, :size] for state in inputs[1:])]

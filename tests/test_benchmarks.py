@@ -73,7 +73,7 @@ def test_collect_compares_what_makes_a_run(tmp_path):
     same |= {"track": True, "wandb_project_name": "a b", "capture_video": True}
     collect_both(plain | {"init_from": "a"}, plain | same | {"init_from": "b"})
     collect_both(plain, plain | {"new": 1})
-    collect_both(plain, plain, script="moved/ppo.py")  # with the same content, and no copy of it
+    collect_both(plain, plain, script=f"moved/{'x' * 300}/ppo.py")  # the same content, and no copy of it
     others = {"learning_rate": 1e-5}, {"anneal_lr": True}, {"init_from": "a"}, {"eval_num_levels": 9}
     metas = [{"ranks": 2}, {"resumed": [{"step": 64, "annealed_to": 50}]}, {"script": "ppg.py"}]
     metas.append({"script": "ideas/ppo.py", "script_sha256": "other"})
