@@ -248,8 +248,13 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
     for change, error in ((1e-2, r"0\.00[45]"), (torch.nan, "nan")):
         agent.policy_head.linear.bias.data[0] += change
         monkeypatch.setattr(torch.jit, "trace", lambda policy, inputs: trace(evaluate.Policy(agent).eval(), inputs))
-        with pytest.raises(TrainingError, match=f"differs from the agent, by up to {error}"):
+        with pytest.raises(TrainingError, match=rf"differs from the agent .*absolute difference: {error}"):
             evaluate.export(model, out)
+    monkeypatch.undo()
+    fixed = lambda agent, obs, state=None: (Categorical(logits=torch.zeros(len(obs), 2)), state)  # noqa: E731
+    monkeypatch.setattr(ppo.Agent, "get_action_dist", fixed)
+    with pytest.raises(TrainingError, match=r"for len\(obs\) use obs.shape\[0\]\): .*shape"):
+        evaluate.export(model, out)
     monkeypatch.setattr(ppo.Agent, "get_action_dist", lambda *_: (Beta(torch.ones(8, 1), 1.0), None))
     with pytest.raises(InputError, match="--export takes no Beta: use categorical"):
         evaluate.export(model, out)
