@@ -252,10 +252,10 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
         _, state = agent.get_action_dist(*inputs)
         inputs += [state] if state is not None and state.numel() else []
         scripted = torch.jit.freeze(torch.jit.trace(policy, tuple(inputs)))
-        for size in (len(obs), 3, 1):  # and other batches than the one that it was traced with
-            batch = [inputs[0][:size], *(state[:, :size] for state in inputs[1:])]
+        for size, value in itertools.product((len(obs), 3, 1), (torch.clone, torch.zeros_like)):  # value of the state
+            batches = [[inputs[0][:size], *(value(x[:, :size]) for x in inputs[1:])] for _ in range(2)]
             try:
-                torch.testing.assert_close(scripted(*batch), policy(*batch), rtol=0, atol=TOLERANCE)
+                torch.testing.assert_close(scripted(*batches[0]), policy(*batches[1]), rtol=0, atol=TOLERANCE)
             except (AssertionError, RuntimeError) as error:  # the latter of TorchScript, for another shape
                 said = " ".join(["(for len(obs) use obs.shape[0]):", *str(error).strip().splitlines()[-3:]])
                 raise TrainingError(f"the exported policy differs from the agent {said}") from error

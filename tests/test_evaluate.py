@@ -252,9 +252,15 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
             evaluate.export(model, out)
     monkeypatch.undo()
     fixed = lambda agent, obs, state=None: (Categorical(logits=torch.zeros(len(obs), 2)), state)  # noqa: E731
-    monkeypatch.setattr(ppo.Agent, "get_action_dist", fixed)
-    with pytest.raises(TrainingError, match=r"for len\(obs\) use obs.shape\[0\]\): .*shape"):
-        evaluate.export(model, out)
+
+    def baked(agent, obs, state=None):  # a number that a trace keeps
+        state = torch.zeros(1, obs.shape[0], 1) if state is None else state
+        return Categorical(logits=obs[:, :2] + torch.tensor([state.mean().item(), 0.0])), state + 1
+
+    for give, words in ((fixed, r"for len\(obs\) use obs.shape\[0\]\): .*shape"), (baked, "differs from the agent")):
+        monkeypatch.setattr(ppo.Agent, "get_action_dist", give)
+        with pytest.raises(TrainingError, match=words):
+            evaluate.export(model, out)
     monkeypatch.setattr(ppo.Agent, "get_action_dist", lambda *_: (Beta(torch.ones(8, 1), 1.0), None))
     with pytest.raises(InputError, match="--export takes no Beta: use categorical"):
         evaluate.export(model, out)
