@@ -286,8 +286,8 @@ def runs_of(args: Any, script: str, ranks: int = 1) -> list[tuple[Path, bool]]:
     found = []
     for path in Path(args.runs_dir).absolute().glob("*/"):
         settings, meta = read_json(path / "args.json"), read_json(path / "meta.json")
-        moved = sha256(ROOT / script) in str(meta) and not os.path.exists(ROOT / str(meta.get("script")))
-        known = moved or meta.get("script") == script
+        gone = not os.path.exists(ROOT / str(meta.get("script")))  # it may have been moved
+        known = meta.get("script") == script or (gone and sha256(ROOT / script) in str(meta))
         if known and meta.get("ranks", 1) == ranks and not differences(args, settings, may_differ):
             found.append((str(meta.get("started")), path.stat().st_ctime_ns, path, bool(meta.get("finished"))))
     return [(path, finished) for *_, path, finished in sorted(found, reverse=True)]
