@@ -41,7 +41,7 @@ from common import InputError, TrainingError
 from common.checkpoint import load_agent, read_model
 from common.device import resolve_device, setup_device
 from common.envs import Envs, Episode, make_vec, open_video, spread_seed
-from common.evaluation import EVALUATION, HeldOut, share_episodes, summaries
+from common.evaluation import EVALUATION, play, share_episodes, summaries
 from common.procgen_env import LAST_LEVEL, PROCGEN_GAMES, ProcgenVectorEnv
 from common.run import LINE_SECONDS, write_atomically
 from common.session import one_line_errors
@@ -116,7 +116,7 @@ def levels_of(run: Any, text: str) -> tuple[int, int, list[int]]:
 
 
 class RandomPolicy(nn.Module):
-    """Draws each action at random. `HeldOut.play` takes it as the most likely one."""
+    """Draws each action at random. `play` takes it as the most likely one."""
 
     def __init__(self, actions: gym.Space, seed: int):
         super().__init__()
@@ -150,28 +150,25 @@ class Task:
         """The first `quota` episodes of each environment; or those on `levels`, which the environments of a game share.
         At the start and after each step, `draw` gets the environments."""
         envs = Envs(self.make_envs(self.settings, num_envs, self.seed, draw is not None))
-        held_out, games = HeldOut(envs, self.seed, self.device), len(self.games)
-        agent = self.agent or RandomPolicy(envs.unwrapped.action_space, self.seed)
+        agent, games = self.agent or RandomPolicy(envs.unwrapped.action_space, self.seed), len(self.games)
         shares = [levels[env // games :: num_envs // games] or levels for env in range(num_envs)]
         queues = [itertools.cycle(share) for share in shares]
         last_shown = time.monotonic()
 
-        def after_step(finished: int) -> None:
+        def after_step(progress: str = "") -> None:
             nonlocal last_shown
             if time.monotonic() - last_shown > LINE_SECONDS:
                 last_shown = time.monotonic()
-                print(f"{'film: ' if draw else ''}{finished / (num_envs * quota):.0%} of the episodes", file=sys.stderr)
+                print(f"{'film: ' if draw else ''}{progress}", file=sys.stderr)
             for env in np.flatnonzero(envs.episode_lengths == 0).tolist() if levels else []:
                 envs.unwrapped.set_next_level(env, next(queues[env]))
             if draw is not None:
                 draw(envs)
 
         with closing(envs):
-            if levels:
-                envs.reset(options={"levels": [next(queue) for queue in queues]})
-            after_step(0)
-            held_out.start = envs.state_dict()
-            played = held_out.play(agent, quota, self.greedy, after_step)
+            envs.reset(seed=self.seed, options={"levels": [next(queue) for queue in queues]} if levels else None)
+            after_step()
+            played = play(agent, envs, self.seed, self.device, quota, self.greedy, after_step)
         return [each[: len(share)] for each, share in zip(played, shares, strict=True)] if levels else played
 
 
@@ -243,24 +240,27 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
     """Write the policy of a run folder, model or checkpoint. Raises InputError, and TrainingError if it differs."""
     agent, args, make_envs = load_agent(source, script=script, env_id=env_id)
     agent.bf16 = False
-    with closing(Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))) as envs:
+    policy, envs = Policy(agent).eval(), Envs(make_envs(args, 8 * len(args.env_id.split(",")), seed=1))
+    with closing(envs), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and might keep sizes and branches: see below
         obs = torch.as_tensor(envs.reset(seed=1)[0])
-    inputs = [obs if obs.dim() == 4 else obs.float()]
-    policy = Policy(agent).eval()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated, and might keep sizes: see below
-        _, state = agent.get_action_dist(*inputs)
-        inputs += [state] if state is not None and state.numel() else []
-        scripted = torch.jit.freeze(torch.jit.trace(policy, tuple(inputs)))
-        for size, value in itertools.product((len(obs), 3, 1), (torch.clone, torch.zeros_like)):  # value of the state
-            batches = [[inputs[0][:size], *(value(x[:, :size]) for x in inputs[1:])] for _ in range(2)]
-            try:
-                torch.testing.assert_close(scripted(*batches[0]), policy(*batches[1]), rtol=0, atol=TOLERANCE)
-            except (AssertionError, RuntimeError) as error:  # the latter of TorchScript, for another shape
-                said = " ".join(["(for len(obs) use obs.shape[0]):", *str(error).strip().splitlines()[-3:]])
-                raise TrainingError(f"the exported policy differs from the agent {said}") from error
-    origin = {"script_sha256": read_model(source).get("script_sha256", "")}
-    write("export", out, scripted.save_to_buffer(_extra_files=origin))
+        obs = obs if obs.dim() == 4 else obs.float()
+        _, state = agent.get_action_dist(obs)
+        states = [torch.zeros_like(state)] if state is not None and state.numel() else []
+        scripted = torch.jit.freeze(torch.jit.trace(policy, (obs, *states)))
+        for _ in range(100):  # steps, as an agent may do otherwise for other observations and states
+            for size in (len(obs), 3, 1):
+                batches = [[obs[:size].clone(), *(x[:, :size].clone() for x in states)] for _ in range(2)]
+                try:
+                    torch.testing.assert_close(scripted(*batches[0]), policy(*batches[1]), rtol=0, atol=TOLERANCE)
+                except (AssertionError, RuntimeError) as error:  # the latter of TorchScript, for another shape
+                    said = " ".join(["(for len(obs) use obs.shape[0]):", *str(error).strip().splitlines()[-3:]])
+                    raise TrainingError(f"the exported policy differs from the agent {said}") from error
+            dist, state = agent.get_action_dist(obs, *states)
+            states = [state] if states else []
+            obs = torch.as_tensor(envs.step(dist.sample().numpy())[0]).to(obs.dtype)
+    origin = read_model(source).get("script_sha256", "")
+    write("export", out, scripted.save_to_buffer(_extra_files={"script_sha256": origin}))
     print(f"{out} gives the same as the agent of {source} (within {TOLERANCE}, float32).", flush=True)
 
 

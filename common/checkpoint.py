@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from common import InputError, TrainingError
 from common.device import World
@@ -111,6 +111,8 @@ class Kept(SimpleNamespace):
     """Plain values and tensors, as attributes, that a checkpoint keeps."""
 
     def state_dict(self) -> dict[str, Any]:
+        if any(getattr(x, "requires_grad", False) for x in tree_leaves(vars(self))):  # its optimizer has the old tensor
+            raise InputError("Kept holds no tensors that learn: put them into a module.")
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -220,16 +222,12 @@ class Checkpoints:
             folder = self.run.path / "checkpoints"
             folder.mkdir(exist_ok=True)
             step = self.snapshot["step"]
-            for name, model in (self.best | {"model.pt": (step, self.snapshot["parts"]["agent"])}).items():
-                self.write_model(name, *model)
+            for name, (at, agent) in (self.best | {"model.pt": (step, self.snapshot["parts"]["agent"])}).items():
+                write_archive(self.run.path / name, self.head | {"agent": tree_map(copy_leaf, agent), "step": at})
             write_archive(folder / f"{step:012}.pt", self.snapshot)
             self.snapshot, self.best = None, {}
         for file in checkpoint_files(self.run.path)[self.run.args.keep_checkpoints :]:
             file.unlink()
-
-    def write_model(self, name: str, step: int, weights: dict[str, torch.Tensor]) -> None:
-        """Write the agent after `step` steps, for `load_agent` or `torch.load(..., weights_only=True)`."""
-        write_archive(self.run.path / name, self.head | {"agent": tree_map(copy_leaf, weights), "step": step})
 
     def close(self, error: BaseException | None) -> None:
         """Write the newest copy and close the folder. Raises TrainingError if that fails, or `error` with advice."""

@@ -5,6 +5,7 @@ import csv
 import math
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,40 +43,32 @@ class DrawingFrom(TorchDispatchMode):
         return function(*args, **named)
 
 
-class HeldOut:
-    """Environments that play their first episodes again and again, on `device`."""
-
-    def __init__(self, envs: Envs, seed: int, device: torch.device):
-        self.envs, self.seed, self.device = envs, seed, device
-        envs.reset(seed=seed)
-        self.start = envs.state_dict()
-
-    @torch.no_grad()
-    def play(self, agent: nn.Module, quota: int, greedy: bool, on_step: Callable = lambda n: 0) -> list[list[Episode]]:
-        """The first `quota` episodes of each environment, as the first that end anywhere over-sample short ones."""
-        self.envs.reset(seed=self.seed)
-        if self.envs.restorable:  # Procgen's `reset` restarts nothing
-            self.envs.load_state_dict(self.start)
-        agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
-        state, drawing = None, DrawingFrom(torch.Generator(self.device).manual_seed(self.seed))
-        episodes, playing = [[] for _ in range(self.envs.num_envs)], True
-        while playing:
-            obs = torch.as_tensor(self.envs.obs, device=self.device)
-            dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
-            with drawing:
-                actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: a Bernoulli of probability 0.5
-            _, _, terminations, truncations, infos = self.envs.step(actions.cpu().numpy())
-            if state is not None:
-                state[:, torch.as_tensor(terminations | truncations, device=self.device)] = 0
-            for episode in finished_episodes(infos):
-                episodes[episode.env].append(episode)
-            on_step(sum(min(len(each), quota) for each in episodes))
-            lengths = self.envs.episode_lengths  # of the episodes under way, which may never end
-            playing = any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, lengths, strict=True))
-        played = [each[:quota] for each in episodes]
-        if lacking := quota * len(played) - sum(map(len, played)):
-            print(f"warning: {lacking} episodes have not ended within {LONGEST:,} steps: left out", file=sys.stderr)
-        return played
+@torch.no_grad()
+def play(
+    agent: nn.Module, envs: Envs, seed: int, device: torch.device, quota: int, greedy: bool, show: Callable
+) -> list[list[Episode]]:
+    """The first `quota` episodes of each of `envs`, as the first that end anywhere over-sample short ones. These have
+    been made for them, as wrappers may have memory, and reset. Actions are drawn from `seed`; `show` gets progress."""
+    agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
+    state, drawing = None, DrawingFrom(torch.Generator(device).manual_seed(seed))
+    episodes, playing = [[] for _ in range(envs.num_envs)], True
+    while playing:
+        obs = torch.as_tensor(envs.obs, device=device)
+        dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
+        with drawing:
+            actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: a Bernoulli of probability 0.5
+        _, _, terminations, truncations, infos = envs.step(actions.cpu().numpy())
+        if state is not None:
+            state[:, torch.as_tensor(terminations | truncations, device=device)] = 0
+        for episode in finished_episodes(infos):
+            episodes[episode.env].append(episode)
+        show(f"evaluation {sum(min(len(each), quota) for each in episodes)}/{quota * envs.num_envs}")
+        lengths = envs.episode_lengths  # of the episodes under way, which may never end
+        playing = any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, lengths, strict=True))
+    played = [each[:quota] for each in episodes]
+    if lacking := quota * len(played) - sum(map(len, played)):
+        print(f"warning: {lacking} episodes have not ended within {LONGEST:,} steps: left out", file=sys.stderr)
+    return played
 
 
 def share_episodes(episodes: int, num_envs: int, games: list[str]) -> tuple[int, int]:
@@ -110,23 +103,26 @@ def held_out_settings(args: Any) -> Any:
 
 
 class Evaluator:
-    """Evaluates an agent, in environments made once. Raises InputError for levels that cannot be."""
+    """Evaluates an agent, each time in the same episodes. Raises InputError for levels that cannot be."""
 
     def __init__(self, args: Any, agent: nn.Module, device: torch.device, make_envs: Callable):
-        self.args, self.agent, self.games = args, agent, args.env_id.split(",")
-        held_out, seed = held_out_settings(args), spread_seed(args.seed, EVALUATION)
+        self.args, self.agent, self.device, self.games = args, agent, device, args.env_id.split(",")
+        held_out, self.seed = held_out_settings(args), spread_seed(args.seed, EVALUATION)
         first = max(args.start_level, args.eval_start_level)
         last = min(args.start_level + args.num_levels, args.eval_start_level + args.eval_num_levels)
         if first < last or args.distribution_mode == "exploration":  # which has one level
             print("note: evaluations are on levels that the agent trains on: these are not held out", file=sys.stderr)
         num_envs, self.quota = share_episodes(args.eval_episodes, args.num_envs, self.games)
-        self.held_out = HeldOut(Envs(make_envs(held_out, num_envs, seed)), seed, device)
+        self.make_envs = lambda: Envs(make_envs(held_out, num_envs, self.seed))
+        self.make_envs().close()  # what cannot be made is refused before the run begins
 
     def __call__(self, step: int, run: Run) -> bool:
         """Tell `run` how the agent plays. Return whether it is the best so far, by the return of sampled actions."""
-        metrics, rows, shown, total = {}, [], [], self.held_out.envs.num_envs * self.quota
+        metrics, rows, shown = {}, [], []
         for policy, tag, greedy in (("stochastic", "eval", False), ("greedy", "eval/greedy", True)):
-            played = self.held_out.play(self.agent, self.quota, greedy, lambda n: run.show(f"evaluation {n}/{total}"))
+            with closing(self.make_envs()) as envs:
+                envs.reset(seed=self.seed)
+                played = play(self.agent, envs, self.seed, self.device, self.quota, greedy, run.show)
             by_game = summaries(played, self.games, self.args.distribution_mode)
             rows += [(policy, game, *summary.values()) for game, summary in by_game.items()]
             means = {name: np.mean([each[name] for each in by_game.values()]) for name in MEANS}

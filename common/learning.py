@@ -92,7 +92,7 @@ def backward(
 ) -> dict[str, Tensor]:
     """Compute the gradient of a minibatch's mean loss in `micro_batches`, averaged over the ranks. Returns this rank's
     metrics. `loss_of(agent, piece, args)` gives loss and metrics, means over a piece; draw no random numbers in it."""
-    total = {}
+    totals, shares = {}, {}
     for tensors in micro_batches(minibatch, args.micro_batch_size, dim, at_most):
         piece = type(minibatch)(*tensors)
         share = piece[0].shape[dim] / minibatch[0].shape[dim]
@@ -100,9 +100,10 @@ def backward(
         (loss * share).backward()
         for tag, value in metrics.items():
             number = value.item() if value.is_cpu else value.detach()  # small tensors would fragment a CPU's heap
-            total[tag] = total.get(tag, 0) + number * share
+            totals[tag] = totals.get(tag, 0) + number * share
+            shares[tag] = shares.get(tag, 0) + share
     world.all_reduce_gradients()
-    return total
+    return {tag: total / shares[tag] for tag, total in totals.items()}
 
 
 def mean_metrics(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
 from common.procgen_env import PROCGEN_GAMES
 from common.run import INTERRUPT, ROOT, Run
-from common.settings import HOST_MEMORY, flag, parse
+from common.settings import HOST_MEMORY, flag, parse, to_json
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
 # What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
@@ -49,6 +49,7 @@ class Session:
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         precision = self.resumed.checkpoint["args"]["precision"] if self.resumed else args.precision
         self.args = args = world.share_settings(replace(args, precision=resolve_precision(precision, self.device)))
+        self.given = to_json(args)
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         self.exits = ExitStack()
         self.exits.callback(torch.set_num_threads, torch.get_num_threads())  # for the next run of this process
@@ -90,10 +91,11 @@ class Session:
         """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
         are further objects with a `state_dict`, or None."""
         args, world, resumed = self.args, self.world, self.resumed
+        if changed := [flag(name) for name, value in to_json(args).items() if value != self.given[name]]:
+            raise InputError(f"the script sets {', '.join(changed)}: derive values in properties of Args.")
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         if args.eval_interval and world.rank == 0:
             self.evaluator = Evaluator(args, agent, self.device, self.make_vector_env)
-            self.exits.callback(self.evaluator.held_out.envs.close)
         if resumed:
             load_parts(parts, resumed, world.rank)
         elif args.init_from is not None:

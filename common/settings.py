@@ -169,6 +169,8 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     def validate(self) -> None:
         """Raise InputError for the first setting, or combination of settings, that cannot work."""
         check_limits(self)
+        if hasattr(self, "__post_init__"):  # the command line would call it before flags are read
+            raise InputError("Args has __post_init__: derive values in properties, such as iteration_steps.")
         try:
             kept = vars(from_json(type(self), to_json(self)))
         except Exception as error:  # of JSON's or of tyro's, which are of many kinds

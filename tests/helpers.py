@@ -21,7 +21,7 @@ import ppg
 import ppo
 from common.checkpoint import load_agent
 from common.envs import Envs, make_vec
-from common.evaluation import HeldOut
+from common.evaluation import play
 from common.run import command
 from common.settings import EnvArgs, read_json
 
@@ -96,9 +96,9 @@ def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
 def evaluate(run_dir: Path, episodes: int = 20) -> float:
     """Mean return of the most probable actions over the first episode of each of `episodes` unseen environments."""
     agent, args, make_envs = load_agent(run_dir)
-    held_out = HeldOut(Envs(make_envs(args, episodes, seed=10_000)), 10_000, torch.device("cpu"))
-    played = held_out.play(agent, 1, greedy=True)
-    held_out.envs.close()
+    with contextlib.closing(Envs(make_envs(args, episodes, seed=10_000))) as envs:
+        envs.reset(seed=10_000)
+        played = play(agent, envs, 10_000, torch.device("cpu"), 1, True, str)
     return statistics.mean(each[0].episodic_return for each in played)
 
 

@@ -429,6 +429,16 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     ):
         with pytest.raises(InputError, match=re.escape(words)):
             script.main(replace(default, **changes))
+    folders = [*runs.iterdir()]
+    derived = lambda args, *given: setattr(args, "num_envs", 8) or ppo.make_envs(args, *given)  # noqa: E731
+    with mock.patch.object(script, "make_envs", derived), pytest.raises(InputError, match="sets --num-envs: derive"):
+        script.main(replace(default, runs_dir=str(runs), num_envs=4))
+    with (
+        mock.patch.object(script.Args, "__post_init__", int, create=True),
+        pytest.raises(InputError, match="properties"),
+    ):
+        script.main(default)
+    assert [*runs.iterdir()] == folders
 
 
 @ALL
@@ -478,6 +488,8 @@ def test_any_plain_values_in_the_state_of_a_part_or_of_environments_come_back(un
     with pytest.raises(InputError, match="a checkpoint cannot hold pathlib"):
         ppo.main(make_args(ppo, tmp_path / "refused"))
     assert not list((tmp_path / "refused").iterdir())
+    with pytest.raises(InputError, match="Kept holds no tensors that learn"):
+        checkpoint.Kept(each=[torch.zeros(1, requires_grad=True)]).state_dict()
 
 
 def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):

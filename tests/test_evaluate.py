@@ -21,7 +21,7 @@ import ppo
 from common import InputError, TrainingError
 from common.checkpoint import load_agent
 from common.envs import Episode, make_vec, spread_seed
-from common.evaluation import EVALUATION, HeldOut
+from common.evaluation import EVALUATION
 from common.run import ROOT, lock_folder
 from common.settings import flag
 from helpers import ALL, level_seeds, make_envs, read_csv, small_args
@@ -95,8 +95,8 @@ def test_words_for_levels(bossfight, tmp_path):
 )
 def test_levels_by_number(games, levels, num_envs, episodes, expected, count, tmp_path, monkeypatch, capsys):
     """Fewer than environments, and more. Later episodes on a level than those asked for do not count."""
-    played, play, table = [], HeldOut.play, tmp_path / "levels.csv"
-    monkeypatch.setattr(HeldOut, "play", lambda *args: played.extend(play(*args)) or list(played))
+    played, play, table = [], evaluate.play, tmp_path / "levels.csv"
+    monkeypatch.setattr(evaluate, "play", lambda *args: played.extend(play(*args)) or list(played))
     figures_of(None, random_policy=(games,), levels=levels, num_envs=num_envs, episodes=episodes, per_level=table)
     games = games.split(",")
     assert f"levels {levels}, {len(games) * len(expected) * count} episodes" in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_figures_and_gap_of_known_returns(bossfight, tmp_path, monkeypatch):
     """The gap is of means over the episodes of levels; 4, 5 and 6 are the run's."""
     returns = {3: (1, 3), 4: (0, 2), 5: (3, 3), 7: (1.5, 2.5), 8: (11, 5)}  # levels are solved above 1
     played = [[Episode(0, each, each + 1, level, each > 1) for each in pair] for level, pair in returns.items()]
-    monkeypatch.setattr(HeldOut, "play", lambda *args: played)
+    monkeypatch.setattr(evaluate, "play", lambda *args: played)
     table = tmp_path / "levels.csv"
     figures = figures_of(bossfight, levels="3-5,7-8", episodes=10, num_envs=5, per_level=table)
     found = [(row["level_seed"], row["training_level"], row["episodic_return"]) for row in read_csv(table)]
@@ -137,8 +137,8 @@ def test_figures_and_gap_of_known_returns(bossfight, tmp_path, monkeypatch):
 def test_a_gif(bossfight, tmp_path, monkeypatch, capsys):
     """Environments fill the grid row by row; levels by number fill it from the first. No step is made after it."""
     monkeypatch.setattr(evaluate, "LINE_SECONDS", -1)
-    path, first, play = tmp_path / "out.gif", [], HeldOut.play
-    monkeypatch.setattr(HeldOut, "play", lambda self, *args: first.append(level_seeds(self.envs)) or play(self, *args))
+    path, first, play = tmp_path / "out.gif", [], evaluate.play
+    monkeypatch.setattr(evaluate, "play", lambda *args: first.append(level_seeds(args[1])) or play(*args))
     size = {"video_grid": (2, 2), "video_seconds": 0.5, "video_size": 40}  # at 15 frames a second
     figures_of(bossfight, episodes=0, levels="17,19-20", video=path, **size)
     with Image.open(path) as gif:
@@ -195,7 +195,7 @@ def test_random_actions_of_any_kind(env_id, capsys):
 def test_bad_settings(bossfight, settings, words, tmp_path, monkeypatch):
     """Nothing is played or written."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(HeldOut, "play", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(evaluate, "play", mock.Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=words):
         figures_of(**{"source": bossfight} | settings)
     assert not list(tmp_path.iterdir())
@@ -257,7 +257,11 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
         state = torch.zeros(1, obs.shape[0], 1) if state is None else state
         return Categorical(logits=obs[:, :2] + torch.tensor([state.mean().item(), 0.0])), state + 1
 
-    for give, words in ((fixed, r"for len\(obs\) use obs.shape\[0\]\): .*shape"), (baked, "differs from the agent")):
+    def branching(agent, obs, state=None):  # as a trace of the first step does not
+        return Categorical(logits=obs[:, :2] * (-1 if (obs.abs() > 0.2).any() else 1)), None
+
+    cases = [(fixed, r"for len\(obs\) use obs.shape\[0\]\): .*shape")]
+    for give, words in [*cases, *((each, "differs from the agent") for each in (baked, branching))]:
         monkeypatch.setattr(ppo.Agent, "get_action_dist", give)
         with pytest.raises(TrainingError, match=words):
             evaluate.export(model, out)

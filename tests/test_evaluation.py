@@ -2,18 +2,21 @@
 
 import math
 import threading
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import VectorWrapper
 from torch.distributions import Bernoulli, Beta, Categorical, Independent, Normal, Uniform
 
 import impala
 import ppo
+from common import evaluation
 from common.checkpoint import Checkpoints, read_model
 from common.envs import Episode
-from common.evaluation import RETURN_RANGES, DrawingFrom, Evaluator, HeldOut, normalized, share_episodes
+from common.evaluation import RETURN_RANGES, DrawingFrom, Evaluator, normalized, play, share_episodes
 from common.procgen_env import PROCGEN_GAMES
 from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars, small_args
 from test_checkpoint import make_args
@@ -38,8 +41,10 @@ class Player(torch.nn.Module):
         return self.dist.expand((len(obs),)), state + 1
 
 
-def held_out(env_id, num_envs):
-    return HeldOut(make_envs(env_id, num_envs, seed=7), 7, CPU)
+def play_in(env_id, num_envs, agent, quota, greedy):
+    envs = make_envs(env_id, num_envs, seed=7)
+    envs.reset(seed=7)
+    return play(agent, envs, 7, CPU, quota, greedy, str)
 
 
 def evaluator_of(**settings):
@@ -60,7 +65,7 @@ def episodes_with(returns):
 def test_every_environment_plays_its_first_episodes():
     """Episodes of 1 step and of 20: the first that end would be the short ones. A state starts at zero with each."""
     player = Player(Categorical(torch.ones(2)))
-    played = held_out("TestLuck-v0", 8).play(player, 3, greedy=False)
+    played = play_in("TestLuck-v0", 8, player, 3, greedy=False)
     states, expected = torch.stack(player.states, dim=1), []  # [N, steps]
     for number in range(8):
         env = gym.make("TestLuck-v0").unwrapped
@@ -88,7 +93,7 @@ def test_evaluations_change_nothing_in_the_agent():
             return Categorical(logits=self.norm(obs) * torch.ones(2)), None
 
     agent = Normalizing()
-    held_out("TestCount-v0", 4).play(agent, 1, greedy=True)
+    play_in("TestCount-v0", 4, agent, 1, greedy=True)
     assert agent.norm.num_batches_tracked == 0
     assert [module.training for module in agent.modules()] == [True, True, False]
 
@@ -96,22 +101,36 @@ def test_evaluations_change_nothing_in_the_agent():
 def test_greedy_and_stochastic_actions():
     """TestBits pays the share of bits guessed; TestArm the number of the action."""
     player = Player(Categorical(torch.tensor([0.4, 0.6])))
-    greedy, drawn = (held_out("TestArm-v0", 50).play(player, 4, greedy=greedy) for greedy in (True, False))
+    greedy, drawn = (play_in("TestArm-v0", 50, player, 4, greedy) for greedy in (True, False))
     assert (returns_of(greedy) == 10).all()
     assert returns_of(drawn).mean() == pytest.approx(6, abs=0.5)  # of 2000 draws; the standard error is .11
     halves = Player(Independent(Bernoulli(torch.full((4,), 0.5)), 1))  # whose mode is NaN
     with np.errstate(invalid="raise"):
-        held_out("TestBits-v0", 4).play(halves, 1, greedy=True)
+        play_in("TestBits-v0", 4, halves, 1, greedy=True)
 
 
 @pytest.mark.parametrize("env_id", ["bossfight", "CartPole-v1"])
-def test_evaluations_repeat(env_id):
-    """Of Procgen's environments, too, which cannot be reset."""
-    place = held_out(env_id, 4)
-    agent = ppo.Agent(place.envs.single_observation_space, place.envs.single_action_space, ppo.Args(precision="fp32"))
-    first, again = (place.play(agent, 2, greedy=False) for _ in range(2))
-    assert first == again
-    assert len({episode.length for each in first for episode in each}) > 4  # other levels, other episodes
+def test_evaluations_repeat(env_id, monkeypatch):
+    """Of Procgen's environments, too, which cannot be reset, and of wrappers with memory."""
+
+    class Remembering(VectorWrapper):
+        steps = 0
+
+        def step(self, actions):
+            obs, rewards, *rest = self.env.step(actions)
+            self.steps += 1
+            return obs, rewards + self.steps, *rest
+
+    played = []
+    monkeypatch.setattr(evaluation, "play", lambda *args: played.append(play(*args)) or played[-1])
+    args = make_args(ppo, ".", env_id=env_id, eval_interval=1, num_envs=4, eval_episodes=8, precision="fp32")
+    envs = make_envs(env_id, 4, seed=7)
+    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
+    evaluator = Evaluator(args, agent, CPU, lambda *given: Remembering(ppo.make_envs(*given)))
+    for _ in range(2):
+        evaluator(1, mock.Mock(recent=[], best_return=0))
+    assert played[:2] == played[2:]
+    assert len({episode.length for each in played[0] for episode in each}) > 4  # other levels, other episodes
 
 
 @pytest.mark.parametrize(
@@ -141,10 +160,10 @@ def test_levels_are_those_asked_for():
     """With 0 levels, those of the full distribution, drawn otherwise than in training."""
     many = {"eval_episodes": 64, "num_envs": 64}
     evaluator = evaluator_of(num_levels=5, eval_num_levels=10, eval_start_level=5, **many)
-    assert set(level_seeds(evaluator.held_out.envs)) == set(range(5, 15))
+    assert set(level_seeds(evaluator.make_envs())) == set(range(5, 15))
     training = make_envs("coinrun", 64, seed=4)
     training.reset()  # the seeds are there once the first frames are
-    assert len(set(level_seeds(evaluator_of(**many).held_out.envs) + level_seeds(training))) == 128
+    assert len(set(level_seeds(evaluator_of(**many).make_envs()) + level_seeds(training))) == 128
 
 
 @pytest.mark.parametrize(
@@ -156,7 +175,7 @@ def test_levels_of_training_are_told_from_held_out_ones(training, chosen, told, 
     """Each a first level and a number; 0 is all there are."""
     settings = dict(zip(("start_level", "num_levels"), training, strict=True))
     settings |= dict(zip(("eval_start_level", "eval_num_levels"), chosen, strict=True))
-    evaluator_of(eval_episodes=1, **settings).held_out.envs.close()
+    evaluator_of(eval_episodes=1, **settings)
     assert ("these are not held out" in capsys.readouterr().err) == told
 
 
@@ -188,7 +207,7 @@ def test_an_evaluated_run_is_the_same_run(script, tmp_path):
 def test_what_is_logged_from_known_returns(tmp_path, monkeypatch):
     """Environments 0 and 2 play starpilot, 1 and 3 coinrun."""
     returns = {False: np.array([[10.0, 20], [5, 10], [30, 40], [0, 5]]), True: np.full((4, 2), 8.0)}
-    monkeypatch.setattr(HeldOut, "play", lambda self, agent, quota, greedy, _: episodes_with(returns[greedy]))
+    monkeypatch.setattr(evaluation, "play", lambda *args: episodes_with(returns[args[5]]))
     args = make_args(ppo, tmp_path, env_id="starpilot,coinrun", eval_interval=384, eval_episodes=8, num_steps=96)
     path = ppo.main(args)
     rows = read_csv(path / "eval.csv")
@@ -224,7 +243,7 @@ def test_normalized_returns():
 
 def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
     returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of greedy actions, in turn
-    monkeypatch.setattr(HeldOut, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
+    monkeypatch.setattr(evaluation, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
     settings = {"num_steps": 8, "total_timesteps": 3 * 32, "eval_interval": 32, "checkpoint_interval": 0.0}
     write, steps = Checkpoints.write, []
 

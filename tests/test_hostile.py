@@ -201,7 +201,7 @@ def test_numbers_that_no_network_can_use(stranger, tmp_path, monkeypatch):
 
 def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, capsys):
     """The newest copy is written before it: that of the iteration before."""
-    play, saved = evaluation.HeldOut.play, []
+    play, saved = evaluation.play, []
 
     def spy(*given):
         saved.append(newest(next(tmp_path.iterdir()))["step"])
@@ -209,7 +209,7 @@ def test_an_evaluation_whose_episodes_do_not_end_ends(tmp_path, monkeypatch, cap
 
     gym.register("TestEndless-v0", CountEnv)
     monkeypatch.setattr(evaluation, "LONGEST", 20)
-    monkeypatch.setattr(evaluation.HeldOut, "play", spy)
+    monkeypatch.setattr(evaluation, "play", spy)
     args = make_args(tmp_path, env_id="TestEndless-v0", eval_interval=100, eval_episodes=4, checkpoint_interval=1e9)
     path = ppo.main(args)
     assert saved == [64, 64, 128, 128]

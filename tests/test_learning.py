@@ -1,5 +1,6 @@
 """Minibatches in pieces and number formats change neither gradients nor what is logged; and whole runs learn."""
 
+from collections import namedtuple
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -12,7 +13,7 @@ import impala
 import ppg
 import ppo
 from common.device import World, resolve_precision
-from common.learning import micro_batches
+from common.learning import backward, micro_batches
 from helpers import ALL, evaluate, parameters, small_args
 
 quick = pytest.mark.quick
@@ -77,6 +78,19 @@ def test_pieces_have_the_gradient_and_the_metrics_of_the_whole_minibatch(script,
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
     assert parts_metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-9)
     assert parts_metrics.keys() == whole_metrics.keys()
+
+
+@quick
+def test_a_metric_of_some_pieces_is_the_mean_over_these():
+    """The last two of [0, 1], [3, 4] and [5]."""
+
+    def loss_of(agent, piece, args):
+        large = {"losses/large": piece.x.mean()} if piece.x[0] > 2 else {}
+        return agent(piece.x).mean(), {"losses/all": piece.x.mean()} | large
+
+    minibatch = namedtuple("Minibatch", "x")(torch.tensor([[0.0], [1.0], [3.0], [4.0], [5.0]]))
+    metrics = backward(loss_of, torch.nn.Linear(1, 1), minibatch, SimpleNamespace(micro_batch_size=2), WORLD)
+    assert metrics == pytest.approx({"losses/all": 2.6, "losses/large": 4.0})
 
 
 @quick

@@ -14,7 +14,7 @@ import torch
 import impala
 import ppg
 import ppo
-from common import InputError, settings
+from common import InputError, evaluation, settings
 from common.checkpoint import differences
 from common.envs import Envs
 from common.run import command
@@ -29,16 +29,18 @@ def make_args(script, runs_dir, **settings):
 
 @pytest.mark.parametrize("num_actors", [0, 2])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_closes_environments_and_evaluator(num_actors, error, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("place", "name", "more"), [(impala, "update", 0), (evaluation, "play", 1)])
+def test_an_error_closes_all_environments(place, name, more, error, num_actors, tmp_path, monkeypatch):
+    """An evaluation has environments of its own."""
     opened, init, close = [], Envs.__init__, Envs.close
     monkeypatch.setattr(Envs, "__init__", lambda envs, *a, **named: opened.append(envs) or init(envs, *a, **named))
     monkeypatch.setattr(Envs, "close", lambda envs, **named: opened.remove(envs) or close(envs, **named))
 
     def fail(*args):
-        assert len(opened) == max(1, num_actors) + 1
+        assert len(opened) == max(1, num_actors) + more
         raise error("in mid-run")
 
-    monkeypatch.setattr(impala, "update", fail)
+    monkeypatch.setattr(place, name, fail)
     args = make_args(impala, tmp_path, eval_interval=16, eval_episodes=1, num_actors=num_actors, queue_size=4)
     with pytest.raises(error, match="in mid-run"):
         impala.main(args)
