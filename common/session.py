@@ -25,7 +25,7 @@ from common.evaluation import Evaluator
 from common.intrinsic import Intrinsic
 from common.procgen_env import PROCGEN_GAMES
 from common.run import INTERRUPT, ROOT, Run
-from common.settings import HOST_MEMORY, flag, parse, to_json
+from common.settings import HOST_MEMORY, flag, parse
 
 RANK_SEEDS = 20_000  # first number of the ranks' seeds; actors count from 0, evaluations have 10,000
 # What ends a run in good order, each as a KeyboardInterrupt. Slurm can send the last before a job's time is up.
@@ -49,7 +49,7 @@ class Session:
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         precision = self.resumed.checkpoint["args"]["precision"] if self.resumed else args.precision
         self.args = args = world.share_settings(replace(args, precision=resolve_precision(precision, self.device)))
-        self.given = to_json(args)
+        self.given = replace(args)
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         self.exits = ExitStack()
         self.exits.callback(torch.set_num_threads, torch.get_num_threads())  # for the next run of this process
@@ -91,7 +91,7 @@ class Session:
         """Make the run's folder, or put `agent` and `parts` back where a resumed run's checkpoint left them. The parts
         are further objects with a `state_dict`, or None."""
         args, world, resumed = self.args, self.world, self.resumed
-        if changed := [flag(name) for name, value in to_json(args).items() if value != self.given[name]]:
+        if changed := [flag(name) for name, value in vars(self.given).items() if getattr(args, name) != value]:
             raise InputError(f"the script sets {', '.join(changed)}: derive values in properties of Args.")
         parts = {"agent": agent} | {name: part for name, part in parts.items() if part is not None}
         if args.eval_interval and world.rank == 0:

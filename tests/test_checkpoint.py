@@ -429,16 +429,21 @@ def test_settings_of_all_kinds_come_back(tmp_path):
     ):
         with pytest.raises(InputError, match=re.escape(words)):
             script.main(replace(default, **changes))
-    folders = [*runs.iterdir()]
-    derived = lambda args, *given: setattr(args, "num_envs", 8) or ppo.make_envs(args, *given)  # noqa: E731
-    with mock.patch.object(script, "make_envs", derived), pytest.raises(InputError, match="sets --num-envs: derive"):
-        script.main(replace(default, runs_dir=str(runs), num_envs=4))
-    with (
-        mock.patch.object(script.Args, "__post_init__", int, create=True),
-        pytest.raises(InputError, match="properties"),
-    ):
-        script.main(default)
-    assert [*runs.iterdir()] == folders
+
+
+def test_settings_that_a_script_changes_are_refused(tmp_path, monkeypatch):
+    """Before the run begins. In its loop they may follow a schedule, and what is no setting may be added."""
+    args, make, update = make_args(ppo, tmp_path), ppo.make_envs, ppo.update
+    change = lambda name, args: vars(args).update({name: 8, "batch_size": 9})  # noqa: E731
+    monkeypatch.setattr(ppo, "update", lambda *given: change("ent_coef", given[3]) or update(*given))
+    assert "batch_size" not in read_json(ppo.main(args) / "args.json")
+    monkeypatch.setattr(ppo, "make_envs", lambda args, *given: change("num_envs", args) or make(args, *given))
+    with pytest.raises(InputError, match="the script sets --num-envs: derive values in properties"):
+        ppo.main(args)
+    assert len([*tmp_path.iterdir()]) == 1
+    monkeypatch.setattr(ppo.Args, "__post_init__", int, raising=False)
+    with pytest.raises(InputError, match="derive values in properties"):
+        ppo.main(args)
 
 
 @ALL
