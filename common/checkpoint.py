@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from common import InputError, TrainingError
 from common.device import World
@@ -111,8 +111,6 @@ class Kept(SimpleNamespace):
     """Plain values and tensors, as attributes, that a checkpoint keeps."""
 
     def state_dict(self) -> dict[str, Any]:
-        if any(getattr(x, "requires_grad", False) for x in tree_leaves(vars(self))):  # its optimizer has the old tensor
-            raise InputError("Kept holds no tensors that learn: put them into a module.")
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def make_vec(args: EnvArgs, num_envs: int, seed: int, render: bool = False) -> V
     if set(args.env_id.split(",")) <= set(PROCGEN_GAMES):
         envs = ProcgenVectorEnv(args, num_envs, seed, render)
     else:
-        envs = make_gymnasium(args.env_id, num_envs, render)
+        envs = make_gymnasium(args.env_id, num_envs, seed, render)
     if args.frame_stack == 1:
         return envs
     shape = envs.single_observation_space.shape or ()
@@ -195,13 +195,13 @@ def check_finite(name: str, values: np.ndarray) -> None:
         raise TrainingError(f"{name} of the environments is NaN or infinite")
 
 
-def make_gymnasium(env_id: str, num_envs: int, capture_video: bool) -> VectorEnv:
+def make_gymnasium(env_id: str, num_envs: int, seed: int, capture_video: bool) -> VectorEnv:
     """`gymnasium.make_vec` in same-step autoreset mode, with errors that say what to change."""
     name = f"ale_py:{env_id}" if env_id.startswith("ALE/") else env_id  # the module to import for these tasks
     drawn = {"render_mode": "rgb_array"} if capture_video else {}  # not every task knows the argument
     try:
         envs = gym.make_vec(name, num_envs, "sync", {"autoreset_mode": AutoresetMode.SAME_STEP}, **drawn)
-        envs.reset()  # here a task may fail that could be made
+        envs.reset(seed=seed)  # here a task may fail that could be made; wrappers may remember it
         if capture_video:  # a package for drawing that is not there shows in the first frame only
             envs.render()
         return envs

@@ -47,8 +47,8 @@ class DrawingFrom(TorchDispatchMode):
 def play(
     agent: nn.Module, envs: Envs, seed: int, device: torch.device, quota: int, greedy: bool, show: Callable
 ) -> list[list[Episode]]:
-    """The first `quota` episodes of each of `envs`, as the first that end anywhere over-sample short ones. These have
-    been made for them, as wrappers may have memory, and reset. Actions are drawn from `seed`; `show` gets progress."""
+    """The first `quota` episodes of each of `envs`, as the first that end anywhere over-sample short ones. `envs` have
+    just been made and reset, as wrappers may have memory. Actions are drawn from `seed`; `show` gets the progress."""
     agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
     state, drawing = None, DrawingFrom(torch.Generator(device).manual_seed(seed))
     episodes, playing = [[] for _ in range(envs.num_envs)], True
@@ -134,7 +134,7 @@ class Evaluator:
             shown.append(describe(means["episodic_return"], means["level_complete"]))
         best = metrics["eval/episodic_return"] > run.best_return
         run.best_return = max(run.best_return, float(metrics["eval/episodic_return"]))
-        run.write(step, metrics, {"eval.csv": [(*row, int(best)) for row in rows]})
+        run.write(step, metrics, {"eval.csv": [(*row[:8], int(best), *row[8:]) for row in rows]})  # a copy's come last
         line = f"evaluation at step {step:,}: {shown[0]} (greedy: {shown[1]}); training: {run.summary()}"
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + line, flush=True)
         return best

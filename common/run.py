@@ -88,6 +88,7 @@ class Run:
         self.start = self.began - self.seconds
         self.step_began = self.now_at = self.step  # steps when this process began, and now
         self.saved = f"{self.num_episodes:,} episodes, last 100: {self.summary()}"  # up to `step`
+        self.logged = None  # step of the last row of progress.csv
         self.speed = None  # steps a second of this process, once it is known
 
     def open(self, resumed: Any) -> Path:
@@ -225,7 +226,9 @@ class Run:
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
         returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        self.write(step, values, rows | {"progress.csv": [(*returns, solved)]})
+        rows |= {"progress.csv": [(*returns, solved)]} if step != self.logged else {}
+        self.logged = step
+        self.write(step, values, rows)
         self.new_returns.clear()
         self.now_at = step
         if whole:

@@ -144,6 +144,16 @@ def test_tensorboard_and_metrics_csv(finished):
         assert [value for _, value in found] == pytest.approx([value for _, value in scalars[tag]], rel=1e-4)
 
 
+def test_a_second_log_of_a_step_has_metrics_alone(tmp_path, monkeypatch):
+    update, second = ppo.update, lambda run: run.log(run.now_at, {"own/second": 2.0})
+    monkeypatch.setattr(ppo, "update", lambda *given: second(given[-1]) or update(*given))
+    path = ppo.main(make_args(ppo, tmp_path))
+    assert [step for step, _ in read_scalars(path)["own/second"]] == ENDS
+    progress = read_csv(path / "progress.csv")
+    assert [int(row["step"]) for row in progress] == ENDS
+    assert sum(int(row["episodes"]) for row in progress) == len(read_csv(path / "episodes.csv"))
+
+
 def test_every_episode_and_the_progress_are_in_csv_and_tensorboard(finished):
     progress, episodes = read_csv(finished.path / "progress.csv"), read_csv(finished.path / "episodes.csv")
     scalars = read_scalars(finished.path)
