@@ -49,7 +49,7 @@ class Session:
         self.resumed = world.on_rank_zero(lambda: find_run(args, self.script, world))
         precision = self.resumed.checkpoint["args"]["precision"] if self.resumed else args.precision
         self.args = args = world.share_settings(replace(args, precision=resolve_precision(precision, self.device)))
-        self.given = replace(args)
+        self.given = copy.deepcopy(args)
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         self.exits = ExitStack()
         self.exits.callback(torch.set_num_threads, torch.get_num_threads())  # for the next run of this process

@@ -413,6 +413,9 @@ def test_settings_of_all_kinds_come_back(tmp_path):
         assert checkpoint.load_agent(path, script=script.__file__)[1] == replace(args, resume=None)
         words = shlex.split(read_json(path / "meta.json")["command"])[2:]
         assert parse(script.Args, words) == replace(args, resume=None)
+    grow = lambda args, *given: args.names.append("x") or ppo.make_envs(args, *given)  # noqa: E731
+    with mock.patch.object(script, "make_envs", grow), pytest.raises(InputError, match="the script sets --names"):
+        script.main(replace(default, names=[]))
     moved = checkpoint.load_script(shutil.copy(script.__file__, tmp_path / "moved.py"))  # a run is of its content
     args = moved.Args(**vars(args) | {"total_timesteps": 128, "resume": str(path)})
     for there in (True, False):
