@@ -17,6 +17,7 @@ from common.checkpoint import Checkpoints, read_model
 from common.envs import Episode
 from common.evaluation import RETURN_RANGES, DrawingFrom, Evaluator, normalized, play, share_episodes
 from common.procgen_env import PROCGEN_GAMES
+from common.run import CSV_COLUMNS
 from helpers import ALL, deterministic_files, level_seeds, make_envs, parameters, read_csv, read_scalars, small_args
 from test_checkpoint import make_args
 
@@ -234,6 +235,10 @@ def test_normalized_returns():
 
 
 def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
+    """A copy may add a value to the evaluations, the last column."""
+    add = lambda *given, old=evaluation.summaries: {game: row | {"mine": 7.5} for game, row in old(*given).items()}  # noqa: E731
+    monkeypatch.setattr(evaluation, "summaries", add)
+    monkeypatch.setitem(CSV_COLUMNS, "eval.csv", f"{CSV_COLUMNS['eval.csv']} mine")
     returns = iter([1.0, 9.0, 3.0, 9.0, 2.0, 9.0])  # of sampled and of greedy actions, in turn
     monkeypatch.setattr(evaluation, "play", lambda *_: [[Episode(0, next(returns), 5, None, None)]])
     settings = {"num_steps": 8, "total_timesteps": 3 * 32, "eval_interval": 32, "checkpoint_interval": 0.0}
@@ -248,6 +253,7 @@ def test_the_agent_of_the_best_evaluation_is_kept(tmp_path, monkeypatch):
     run_dir = ppo.main(small_args(ppo, tmp_path, {}, **settings | {"keep_checkpoints": 9}))
     assert steps == [None, None, None, 32, 32, 64, 64, 64]
     assert [row["best"] for row in read_csv(run_dir / "eval.csv")] == ["1", "1", "1", "1", "0", "0"]
+    assert {row["mine"] for row in read_csv(run_dir / "eval.csv")} == {"7.5"}
     best, then = read_model(run_dir / "best.pt"), read_model(run_dir / "checkpoints/000000000064.pt")
     assert best["step"] == 64
     assert all(torch.equal(value, then["agent"][name]) for name, value in best["agent"].items())

@@ -1,5 +1,6 @@
 """Folders and models of strangers, and what fails beside a run: nothing runs that was not named, nothing is lost."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -234,7 +235,8 @@ def test_environments_that_change_or_end_the_process(close, finished, tmp_path, 
     monkeypatch.setattr(CountEnv, "reward", lambda *_: sys.exit(0))
     with pytest.raises(TrainingError, match=r"something ends the process \(SystemExit\(0\)\): the run stops"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
-    monkeypatch.setattr(CountEnv, "reset", lambda *_, seed=None, **__: sys.exit(0) if seed else (np.zeros(1, "f"), {}))
+    resets = itertools.count()  # of four environments, first as they are made
+    monkeypatch.setattr(CountEnv, "reset", lambda *_, **__: (np.zeros(1, "f"), {}) if next(resets) < 4 else sys.exit(0))
     with pytest.raises(InputError, match=r"something ends the process \(SystemExit\(0\)\)"):
         ppo.main(make_args(tmp_path, env_id="TestCount-v0"))
     monkeypatch.chdir(tmp_path)
