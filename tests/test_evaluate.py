@@ -260,8 +260,9 @@ def test_a_policy_that_differs_is_not_written_and_no_file_is_lost(tmp_path, monk
     def branching(agent, obs, state=None):  # as a trace of the first step does not
         return Categorical(logits=obs[:, :2] * (-1 if (obs.abs() > 0.2).any() else 1)), None
 
-    cases = [(fixed, r"for len\(obs\) use obs.shape\[0\]\): .*shape")]
-    for give, words in [*cases, *((each, "differs from the agent") for each in (baked, branching))]:
+    cases = {fixed: r"for len\(obs\) use obs.shape\[0\]\): .*shape"}
+    cases |= {baked: "differs from the agent", branching: "differs from the agent"}
+    for give, words in cases.items():
         monkeypatch.setattr(ppo.Agent, "get_action_dist", give)
         with pytest.raises(TrainingError, match=words):
             evaluate.export(model, out)
