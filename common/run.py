@@ -81,14 +81,14 @@ class Run:
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
         self.best_return = state.get("best_return", -math.inf)  # of all evaluations
-        self.rows = dict.fromkeys(CSV_COLUMNS, 0) | state.get("rows", {})  # rows that were written to each CSV
+        self.rows = dict(state.get("rows", {}))  # rows that were written to each CSV
         self.path = world.on_rank_zero(lambda: self.open(resumed))
         self.last_shown = self.began = time.monotonic()
         self.seconds = state.get("seconds", 0.0)  # that the steps up to `step` took
         self.start = self.began - self.seconds
-        self.step_began = self.now_at = self.step  # steps when this process began, and now
+        self.step_began = self.step  # steps when this process began
+        self.now_at = self.logged = state.get("logged", self.step)  # steps now, and at the last row of progress.csv
         self.saved = f"{self.num_episodes:,} episodes, last 100: {self.summary()}"  # up to `step`
-        self.logged = None  # step of the last row of progress.csv
         self.speed = None  # steps a second of this process, once it is known
 
     def open(self, resumed: Any) -> Path:
@@ -158,9 +158,10 @@ class Run:
             step = row.partition(",")[0]
             if row[-1] == "\n" and "\0" not in row and step.isdecimal() and int(step) <= self.step:
                 kept.append(row[:-1] + "," * (header.count(",") - old_header.count(",")) + "\n")
-        if len(kept) < self.rows[file.name]:
-            print(f"warning: {file} has lost {self.rows[file.name] - len(kept)} rows", file=sys.stderr)
-        write_atomically(file, "".join([header, *kept]).encode())
+        number = self.rows.setdefault(file.name, len(kept))  # of rows at the checkpoint, which older ones lack
+        if len(kept) < number:
+            print(f"warning: {file} has lost {number - len(kept)} rows", file=sys.stderr)
+        write_atomically(file, "".join([header, *kept[:number]]).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics of the episodes. Every rank calls it."""
@@ -168,7 +169,7 @@ class Run:
         self.seconds = time.monotonic() - self.start
         self.saved = f"{self.num_episodes:,} episodes, last 100: {self.summary()}"
         statistics = {"recent": list(self.recent), "recent_complete": list(self.recent_complete)}
-        statistics |= {"new_returns": self.new_returns.copy(), "best_return": self.best_return}
+        statistics |= {"new_returns": self.new_returns.copy(), "best_return": self.best_return, "logged": self.logged}
         return statistics | {"num_episodes": self.num_episodes, "rows": self.rows.copy(), "seconds": self.seconds}
 
     def write(self, step: int, scalars: Mapping[str, float], rows: Mapping[str, list[tuple]]) -> None:
@@ -225,12 +226,11 @@ class Run:
         solved = None
         if self.recent_complete:
             solved = values["charts/level_complete"] = mean(self.recent_complete)
-        returns = len(self.new_returns), mean(self.new_returns), mean(self.recent)
-        rows |= {"progress.csv": [(*returns, solved)]} if step != self.logged else {}
-        self.logged = step
+        if step != self.logged:  # a second log of a step adds metrics alone
+            rows["progress.csv"] = [(len(self.new_returns), mean(self.new_returns), mean(self.recent), solved)]
+            self.new_returns.clear()
+        self.now_at = self.logged = step
         self.write(step, values, rows)
-        self.new_returns.clear()
-        self.now_at = step
         if whole:
             self.speed = (step - self.step_began) / (time.monotonic() - self.began)
         self.show(last=step >= self.total_steps)

@@ -22,7 +22,7 @@ import ppo
 from common.checkpoint import load_agent
 from common.envs import Envs, make_vec
 from common.evaluation import play
-from common.run import command
+from common.run import CSV_COLUMNS, command
 from common.settings import EnvArgs, read_json
 
 SCRIPTS = [ppo, ppg, impala]
@@ -88,8 +88,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def deterministic_files(run_dir: Path) -> list[dict[str, str]]:
-    """The episodes, progress and evaluations of a run without the wall-clock columns."""
-    rows = [row for name in ("episodes.csv", "progress.csv", "eval.csv") for row in read_csv(run_dir / name)]
+    """The rows of a run's CSVs without the wall-clock columns."""
+    rows = [row for name in CSV_COLUMNS for row in read_csv(run_dir / name)]
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 

@@ -163,6 +163,22 @@ def test_interrupted_run_is_the_same_run(script, name, calls, settings, undistur
     assert settings or len(read_scalars(path)["charts/episodic_return"]) > 3
 
 
+LOGS_FIRST = [(ppo, "collect", "update"), (impala, "update", "require_finite")]  # IMPALA's row is of two iterations
+
+
+@pytest.mark.parametrize(("script", "first", "stop"), LOGS_FIRST, ids=["ppo", "impala"])
+def test_a_script_that_logs_before_an_iteration(script, first, stop, tmp_path, monkeypatch):
+    """Each row is there once. TensorBoard has the metric of the interrupted iteration twice."""
+    function, log = getattr(script, first), lambda run: run.log(run.now_at, {"own/first": 1.0})
+    monkeypatch.setattr(script, first, lambda *given: log(given[-1]) or function(*given))
+    undisturbed = script.main(game_args(script, tmp_path / "undisturbed"))
+    path = interrupted(script, 8, tmp_path / "runs", stop, **GAMES)
+    resume(script, path)
+    assert helpers.deterministic_files(path) == helpers.deterministic_files(undisturbed)
+    counts = [int(row["episodes"]) for row in read_csv(path / "progress.csv")]
+    assert sum(counts) == len(read_csv(path / "episodes.csv")) > 3
+
+
 @pytest.mark.parametrize("script", [ppo, impala], ids=lambda script: script.__name__)
 def test_a_run_made_longer_is_the_longer_run(script, undisturbed, tmp_path):
     """Also where it is interrupted once more."""
