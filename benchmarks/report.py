@@ -240,8 +240,8 @@ def states(protocol: Protocol) -> list[str]:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = f"Returns are of at most 1/8 of the steps (figure: of the shortest run). Verdicts need {FEWEST} seeds."
-    return [*(lines or ["All runs have finished."]), "", scored]
+    scored = "Returns are of at most 1/8 of the steps (figure: of the shortest run, or 1/400 of the longest's)."
+    return [*(lines or ["All runs have finished."]), "", f"{scored} Verdicts need {FEWEST} seeds."]
 
 
 def notes(protocol: Protocol) -> list[str]:
@@ -398,15 +398,16 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
     for axis in axes.flat[len(protocol.games) :]:
         axis.set_axis_off()
     for axis, game in zip(axes.flat, protocol.games, strict=False):
-        longest, (published, name) = 0, protocol.published("")
+        published, name = protocol.published("")
         references = {name: (published, {"color": "0.5"})}
         if protocol.name in TEST:
             references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), {"color": "0.5", "ls": "--"})
         panel = {name: list(games[game].values()) for name, games in protocol.runs.items() if game in games}
         ends_of = {name: max(curve.steps[-1] for curve in runs) for name, runs in panel.items()}
+        longest = max(ends_of.values(), default=0)
         for algorithm, runs in panel.items():
             colour, last = readme.colour(algorithm, protocol.runs), ends_of[algorithm]
-            longest, window = max(longest, last), protocol.window(min(ends_of.values()) if protocol.out else last)
+            window = protocol.window(max(min(ends_of.values()), longest // 50) if protocol.out else last)
             ends = np.arange(max(window // 4, 1), last + 1, max(window // 4, 1))
             values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
             values[ends > np.array([curve.steps[-1:] for curve in runs])] = math.nan
@@ -414,7 +415,6 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
             label = f"{readme.label(algorithm)}, evaluation"
             for steps, returns, _ in evaluations_of(protocol, algorithm, game).values():
                 axis.plot(steps, returns, ".--", color=colour, lw=1, ms=3, label=label)
-                label = None
             published, name = protocol.published(algorithm)
             references.setdefault(name, (published, {"color": colour, "linestyle": ":"}))
         for name, (published, style) in references.items():

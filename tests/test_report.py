@@ -174,6 +174,13 @@ def test_a_seed_without_a_score_is_left_out_of_the_gap(tmp_path, made):
     assert table_rows(text, "PPO maze")[1][2:6] == ["5.00", "4.00 ± 0.88", "1.00", "-"]
 
 
+def test_a_short_run_does_not_make_all_curves_as_fine(tmp_path, made):
+    write_run(tmp_path, "ppo", "starpilot", 1, 7.0)
+    write_run(tmp_path, "idea", "starpilot", 1, 7.0, steps=6_400)
+    _, figure = made(*tmp_path.glob("*__*"))
+    assert 1600 <= max(len(line.get_xdata()) for line in figure.axes[0].lines) < 1610
+
+
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
     plain, changed = {"num_envs": 4}, {"num_envs": 8, "gamma": 0.9}
     for idea, seeds, settings in (("ppo", (1, 2), plain), ("ppo-copy", (1,), plain), ("idea", (1, 2), changed)):
