@@ -149,7 +149,7 @@ class RunArgs(ProcgenArgs):  # whose section comes last in --help so
     eval_interval: NotNegative[int] = 0
     """environment steps between evaluations on held-out levels (the last is at the end of the run); 0 for none"""
     eval_episodes: Positive[int] = 64
-    """episodes that each evaluation plays with sampled actions, and again greedily with the most likely ones"""
+    """episodes of an evaluation with sampled actions, and again greedily; rounded up to as many per environment"""
     eval_num_levels: NotNegative[int] = 0
     """number of Procgen levels to evaluate on; 0 for all levels, the usual test set"""
     eval_start_level: NotNegative[int] = 0

@@ -732,7 +732,8 @@ def test_nan_in_a_parameter_leaves_a_checkpoint(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "changes"), [(ppo, {"num_threads": 2, "torch_deterministic": False}), (ppg, {"aux_frames": "disk"})]
+    ("script", "changes"),
+    [(ppo, {"num_threads": 2, "torch_deterministic": False}), (ppg, {"aux_frames": "disk", "capture_video": True})],
 )
 def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     path = run_copy(script)

@@ -16,7 +16,7 @@ from common.fast.modules import replace_modules
 
 def accelerate(agent: nn.Module, mode: str) -> None:
     """Make an agent faster, in place. Call this once, before any threads; a second call changes nothing.
-    - "eager": on a CPU our kernels run the encoders. A note on stderr names the convolutions that they cannot run.
+    - "eager": on a CPU our kernels run the encoders. A note on stderr names the convolutions that they do not replace.
     - "cudagraphs": on a GPU they do so in bfloat16. Acting and the encoders' two passes are recorded and replayed.
     - "compile": torch.compile compiles the encoders that it can. On a GPU acting is recorded, too.
     - "auto": "cudagraphs" on a GPU, else "eager"."""

@@ -40,6 +40,7 @@ def build() -> ctypes.CDLL | None:
             if kept is not None:
                 with suppress(OSError):  # the folder is read-only or full
                     write_library(kept, library.read_bytes())
+                    return read_library(kept)  # as later runs do, even where a temporary folder forbids it
             return load_library(library)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         say_slower(error)
