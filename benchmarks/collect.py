@@ -82,7 +82,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any], curves.Curv
     earlier = impala.Args.earlier if meta.get("script") == "impala.py" else {}  # what its older runs did
     settings = earlier | args | {"init_from": bool(args.get("init_from")), "ranks": meta.get("ranks", 1)}
     settings |= {"script": meta.get("script"), "annealed_to": re.findall(r"'annealed_to': (\d+)", str(meta))}
-    ignored = {"seed", *MAY_CHANGE} - ({"total_timesteps"} if args.get("anneal_lr") else set())
+    ignored = {"seed", "capture_video", *MAY_CHANGE} - ({"total_timesteps"} if args.get("anneal_lr") else set())
     meta["settings"] = {name: value for name, value in settings.items() if name not in ignored}
     try:
         checkpoint = newest_checkpoint(run_dir)  # before the logs, which may grow

@@ -37,7 +37,7 @@ NPY = ".npy"  # key of NumPy's arrays and numbers in a file
 MAY_CHANGE = {
     *("total_timesteps", "checkpoint_interval", "keep_checkpoints", "log_interval", "resume", "runs_dir"),
     *("device", "torch_deterministic", "num_threads", "micro_batch_size", "accelerate", "aux_frames"),
-    *("track", "wandb_project_name", "wandb_entity", "eval_interval", "eval_episodes", "capture_video"),
+    *("track", "wandb_project_name", "wandb_entity", "eval_interval", "eval_episodes"),
 }
 CONTENT = {"script": str, "args": dict, "step": int, "run": dict, "parts": dict, "ranks": list}
 

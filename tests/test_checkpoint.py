@@ -163,7 +163,7 @@ def test_interrupted_run_is_the_same_run(script, name, calls, settings, undistur
     assert settings or len(read_scalars(path)["charts/episodic_return"]) > 3
 
 
-LOGS_FIRST = [(ppo, "collect", "update"), (impala, "update", "require_finite")]  # IMPALA's row is of two iterations
+LOGS_FIRST = [(ppo, "collect", "update"), (impala, "update", "require_finite")]
 
 
 @pytest.mark.parametrize(("script", "first", "stop"), LOGS_FIRST, ids=["ppo", "impala"])
@@ -172,7 +172,7 @@ def test_a_script_that_logs_before_an_iteration(script, first, stop, tmp_path, m
     function, log = getattr(script, first), lambda run: run.log(run.now_at, {"own/first": 1.0})
     monkeypatch.setattr(script, first, lambda *given: log(given[-1]) or function(*given))
     undisturbed = script.main(game_args(script, tmp_path / "undisturbed"))
-    path = interrupted(script, 8, tmp_path / "runs", stop, **GAMES)
+    path = interrupted(script, 6, tmp_path / "runs", stop, **GAMES)  # IMPALA's checkpoint lies between two rows
     resume(script, path)
     assert helpers.deterministic_files(path) == helpers.deterministic_files(undisturbed)
     counts = [int(row["episodes"]) for row in read_csv(path / "progress.csv")]
@@ -732,8 +732,7 @@ def test_nan_in_a_parameter_leaves_a_checkpoint(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "changes"),
-    [(ppo, {"num_threads": 2, "torch_deterministic": False}), (ppg, {"aux_frames": "disk", "capture_video": True})],
+    ("script", "changes"), [(ppo, {"num_threads": 2, "torch_deterministic": False}), (ppg, {"aux_frames": "disk"})]
 )
 def test_settings_that_may_change(script, changes, run_copy, undisturbed):
     path = run_copy(script)
