@@ -240,7 +240,7 @@ def states(protocol: Protocol) -> list[str]:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = "Returns are of at most 1/8 of the steps (figure: of the shortest run, or 1/400 of the longest's)."
+    scored = "Returns are of at most 1/8 of the steps (figure: of the shortest run's, at least 1/400 of the longest's)."
     return [*(lines or ["All runs have finished."]), "", f"{scored} Verdicts need {FEWEST} seeds."]
 
 
@@ -404,7 +404,7 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
             references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), {"color": "0.5", "ls": "--"})
         panel = {name: list(games[game].values()) for name, games in protocol.runs.items() if game in games}
         ends_of = {name: max(curve.steps[-1] for curve in runs) for name, runs in panel.items()}
-        longest = max(ends_of.values(), default=0)
+        longest = max(ends_of.values())
         for algorithm, runs in panel.items():
             colour, last = readme.colour(algorithm, protocol.runs), ends_of[algorithm]
             window = protocol.window(max(min(ends_of.values()), longest // 50) if protocol.out else last)
