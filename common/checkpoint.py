@@ -145,8 +145,7 @@ class ReplayedPhase:
     def state_dict(self) -> dict[str, Any]:
         self.save_obs = self.save_obs or not self.envs.replayable  # for good, as a phase may have begun replayable
         names = ("actions", "returns", "obs") if self.save_obs else ("actions", "returns")
-        stored = {name: getattr(self.phase, name)[: self.phase.length] for name in names}
-        return stored | {"start": self.phase.start}
+        return {name: getattr(self.phase, name)[: self.phase.length] for name in names} | {"start": self.phase.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a phase that led the environments to where they are. Raises InputError if they do not repeat it."""

@@ -81,7 +81,8 @@ class Run:
         self.new_returns = list(state.get("new_returns", []))  # returns of the episodes since the last row
         self.num_episodes = state.get("num_episodes", 0)
         self.best_return = state.get("best_return", -math.inf)  # of all evaluations
-        self.rows = dict(state["rows"]) if "logged" in state else {}  # in each CSV; older states may count too few
+        self.least = state.get("rows", {})  # that each CSV had at the checkpoint; older versions may have counted fewer
+        self.rows = dict(self.least) if "logged" in state else {}  # in each CSV
         self.path = world.on_rank_zero(lambda: self.open(resumed))
         self.last_shown = self.began = time.monotonic()
         self.seconds = state.get("seconds", 0.0)  # that the steps up to `step` took
@@ -158,7 +159,7 @@ class Run:
             step = row.partition(",")[0]
             if row[-1] == "\n" and "\0" not in row and step.isdecimal() and int(step) <= self.step:
                 kept.append(row[:-1] + "," * (header.count(",") - old_header.count(",")) + "\n")
-        number = self.rows.setdefault(file.name, len(kept))  # of rows at the checkpoint, if it is known
+        number = self.rows.setdefault(file.name, max(len(kept), self.least.get(file.name, 0)))  # at the checkpoint
         if len(kept) < number:
             print(f"warning: {file} has lost {number - len(kept)} rows", file=sys.stderr)
         write_atomically(file, "".join([header, *kept[:number]]).encode())

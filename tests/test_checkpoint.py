@@ -514,15 +514,16 @@ def test_any_plain_values_in_the_state_of_a_part_or_of_environments_come_back(un
     assert not list((tmp_path / "refused").iterdir())
 
 
-def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):
+def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed, capsys):
     """It lacks settings, which had today's defaults, columns and what a state holds of solved levels; some count rows
-    from a resume."""
+    from a resume. Fewer rows than counted are lost."""
     path = run_copy(ppo)
 
     def forget(saved):
         del saved["args"]["center_agent"], saved["args"]["frame_stack"], saved["run"]["recent_complete"]
         del saved["run"]["logged"]
-        saved["run"]["rows"] = dict.fromkeys(saved["run"]["rows"], 1)
+        counted = {name: min(number, 1) for name, number in saved["run"]["rows"].items()}
+        saved["run"]["rows"] = counted | {"metrics.csv": 10**6}
 
     change_checkpoints(path, forget)
     settings = read_json(path / "args.json")
@@ -535,6 +536,8 @@ def test_a_run_of_an_older_version_goes_on(run_copy, undisturbed):
     with pytest.raises(InputError, match=r"cannot change --no-center-agent|cannot change --center-agent False"):
         resume(ppo, path, center_agent=False)
     resume(ppo, path)
+    lost = re.findall(r"warning: (\S+) has lost \d+ rows", capsys.readouterr().err)
+    assert lost == [str(path / "metrics.csv")]
     assert same(parameters(path), parameters(undisturbed(ppo)))
     for name, old in rows.items():
         found = read_csv(path / name)
