@@ -7,7 +7,7 @@
     speed     throughput.py of each script with --accelerate eager, compile and cudagraphs
 
 Each part is a process of its own, with a time limit and a log in `<out>/logs`. Its line in `<out>/results.jsonl` has
-the machine and the commit. A part that failed, or that --budget had no time for, is left to the next call.
+the machine and the commit. What failed, or had no time, is left to the next call. The exit code is 0 if nothing is.
 """
 
 import json
@@ -78,7 +78,7 @@ def do(command: list[str], seconds: float, log: Path, kill_when: Callable = lamb
         return process.wait()
 
 
-def main(args: Args) -> None:
+def main(args: Args) -> int:
     check_limits(args)
     end = time.monotonic() + args.budget
     args.out = args.out.expanduser().resolve()
@@ -105,8 +105,9 @@ def main(args: Args) -> None:
         if result["rc"] == 0:
             left.remove(name)
     print(f"left for another call: {', '.join(left) or 'nothing'}")
+    return len(left)
 
 
 if __name__ == "__main__":
     with one_line_errors(OSError):
-        main(tyro.cli(Args, description=__doc__))
+        sys.exit(main(tyro.cli(Args, description=__doc__)))

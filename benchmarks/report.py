@@ -403,12 +403,12 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
         if protocol.name in TEST:
             references[f"{name}, held-out"] = (curves.read_reference(TEST[protocol.name]), {"color": "0.5", "ls": "--"})
         panel = {name: list(games[game].values()) for name, games in protocol.runs.items() if game in games}
-        ends_of = {name: max(curve.steps[-1] for curve in runs) for name, runs in panel.items()}
-        longest = max(ends_of.values())
+        lengths = [max(curve.steps[-1] for curve in runs) for runs in panel.values()]
+        longest = max(lengths)
+        window = protocol.window(max(min(lengths), longest // 50) if protocol.out else longest)
+        ends = np.arange(max(window // 4, 1), longest + 1, max(window // 4, 1))
         for algorithm, runs in panel.items():
-            colour, last = readme.colour(algorithm, protocol.runs), ends_of[algorithm]
-            window = protocol.window(max(min(ends_of.values()), longest // 50) if protocol.out else last)
-            ends = np.arange(max(window // 4, 1), last + 1, max(window // 4, 1))
+            colour = readme.colour(algorithm, protocol.runs)
             values = np.array([[curves.score(curve, end, window) for end in ends] for curve in runs])
             values[ends > np.array([curve.steps[-1:] for curve in runs])] = math.nan
             draw(axis, ends, values, color=colour, label=readme.label(algorithm))
@@ -419,8 +419,8 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
             references.setdefault(name, (published, {"color": colour, "linestyle": ":"}))
         for name, (published, style) in references.items():
             if game in published:
-                middles = published[game].steps - (protocol.block_end(longest) - longest)
-                shown = middles <= longest + 2 * protocol.window(longest)
+                middles = published[game].steps - (protocol.block(longest) - window) / 2  # the same as our windows'
+                shown = middles <= longest + 2 * window
                 if shown.sum() > 1:
                     draw(axis, middles[shown], published[game].returns[:, shown], label=name, **style)
         axis.set_title(game)

@@ -287,8 +287,7 @@ def table(rows: list[dict[str, str]]) -> str:
         row = [f"{readme.label(algorithm)} {configuration}", spread(column(group, "steps_per_second"))]
         for other in ("plain", "plain+malloc"):  # in the same round
             base = {each["repeat"]: float(each["steps_per_second"]) for each in groups.get((algorithm, other, ""), [])}
-            both = [(float(each["steps_per_second"]), base.get(each["repeat"])) for each in group]
-            ratios = [mine / other for mine, other in both if other]
+            ratios = [float(run["steps_per_second"]) / base[run["repeat"]] for run in group if run["repeat"] in base]
             row.append(spread(ratios, 2) if ratios else "-")
         row += [f"{statistics.median(column(group, f'{phase}_us')):.0f}" for phase in PHASES]
         shares = [column(group, f"{part}share_of_matmul") for part in ("learn_", "aux_", "")]

@@ -159,11 +159,11 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     monkeypatch.setattr(gpu_check, "plan", lambda args: parts)
     monkeypatch.setattr(gpu_check, "SECONDS", {"tests": 60, "resume": 1.5, "speed": 9000})
 
-    def check(budget):
-        gpu_check.main(gpu_check.Args(out=tmp_path, device="cpu", budget=budget))
+    def check(budget, left):
+        assert gpu_check.main(gpu_check.Args(out=tmp_path, device="cpu", budget=budget)) == left
         return capsys.readouterr().out
 
-    output = check(budget=600)
+    output = check(budget=600, left=3)
     assert "tests: FAILED" in output
     assert "    broken" in output
     assert "left for another call: resume a, tests, speed b\n" in output
@@ -172,7 +172,7 @@ def test_what_fails_or_finds_no_time_is_left_for_another_call(tmp_path, monkeypa
     assert state in ("", "Z")
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('\n{"name": "tests", "rc": 0')  # on a full disk
-    assert "left for another call: resume a, tests\n" in check(budget=1)  # the first part is always done
+    assert "left for another call: resume a, tests\n" in check(budget=1, left=2)  # the first part is always done
     assert (tmp_path / "done").read_text() == "ts"
     words, log = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(30)"], tmp_path / "log"
     assert gpu_check.do(words, 60, log, kill_when=lambda: "begun" in log.read_text()) == -signal.SIGKILL
