@@ -240,7 +240,7 @@ def states(protocol: Protocol) -> list[str]:
                 remarks.append(f"with too few rows for a curve ({len(curve.steps)})")
             if "stopped_at" in meta or remarks[1:]:
                 lines.append(f"- {run}, seed {seed}: {', '.join(remarks)}")
-    scored = "Returns are of at most 1/8 of the steps (figure: of the shortest run's, at least 1/400 of the longest's)."
+    scored = "Scores are of at most 1/8 of the steps (figure: the shortest algorithm's, at least 1/400 of the longest)."
     return [*(lines or ["All runs have finished."]), "", f"{scored} Verdicts need {FEWEST} seeds."]
 
 
@@ -419,7 +419,7 @@ def curve_figure(protocol: Protocol, paths: list[Path]) -> None:
             references.setdefault(name, (published, {"color": colour, "linestyle": ":"}))
         for name, (published, style) in references.items():
             if game in published:
-                middles = published[game].steps - (protocol.block(longest) - window) / 2  # the same as our windows'
+                middles = published[game].steps - (np.diff(published[game].steps, prepend=0) - window) / 2
                 shown = middles <= longest + 2 * window
                 if shown.sum() > 1:
                     draw(axis, middles[shown], published[game].returns[:, shown], label=name, **style)

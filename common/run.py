@@ -336,7 +336,7 @@ def provenance(command_line: str, script: str, device: torch.device) -> dict[str
     cpu = re.findall("model name\t: (.*)", Path("/proc/cpuinfo").read_text())[0]
     gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     changes = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cpp")
-    new = git("status", "--porcelain", "--ignored", "--", script)  # other new files may be anyone's
+    new = git("status", "--porcelain", "--ignored", "--untracked-files=all", "--", script)  # others may be anyone's
     return {
         "command": command_line,
         "script": script,

@@ -181,6 +181,15 @@ def test_a_short_run_does_not_make_all_curves_as_fine(tmp_path, made):
     assert 1600 <= max(len(line.get_xdata()) for line in figure.axes[0].lines) < 1610
 
 
+def test_published_blocks_are_drawn_by_their_middles(tmp_path, made):
+    write_run(tmp_path, "ppo", "starpilot", 1, 7.0, steps=8_000_000)
+    write_run(tmp_path, "idea", "starpilot", 1, 7.0, steps=524_288)  # 1/8 of this is the window
+    _, figure = made(*tmp_path.glob("*__*"))
+    (drawn,) = [line.get_xdata() for line in figure.axes[0].lines if line.get_label() == "PPO, train-procgen"]
+    assert drawn[0] == 131_072 - (131_072 - 65_536) / 2
+    assert drawn[50] == 50 * 131_072 + 524_288 - (524_288 - 65_536) / 2
+
+
 def test_what_tells_an_idea_from_its_baseline(tmp_path, made):
     plain, changed = {"num_envs": 4}, {"num_envs": 8, "gamma": 0.9}
     for idea, seeds, settings in (("ppo", (1, 2), plain), ("ppo-copy", (1,), plain), ("idea", (1, 2), changed)):
