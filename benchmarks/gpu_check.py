@@ -41,8 +41,8 @@ class Args:
     """folder of results, logs and tables"""
     steps: tuple[Literal["tests", "resume", "speed"], ...] = ("tests", "resume", "speed")
     """what to do"""
-    device: str = "auto"
-    """auto, cpu or cuda"""
+    device: str = "cuda"
+    """cuda, or cpu to rehearse"""
     rehearse: bool = False
     """short speed runs, without compilation and CUDA graphs"""
     budget: Positive[float] = 3600.0
