@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent.parent))  # after the folder of curves.py and others
 from common import TrainingError
 from common.checkpoint import load_script, newest_checkpoint
 from common.run import CSV_COLUMNS

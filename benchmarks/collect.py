@@ -15,7 +15,7 @@ from typing import Any
 
 import tyro
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent.parent))  # after the folder of curves.py and others
 import curves
 import impala
 from common import InputError

@@ -142,9 +142,8 @@ class Task:
         one_level = isinstance(envs.unwrapped, ProcgenVectorEnv) and not run.use_sequential_levels
         if (self.levels or args.per_level) and (not one_level or self.mode == "exploration"):
             raise InputError("--per-level and numbers in --levels need Procgen, one level an episode: leave them out.")
-        self.trained = range(0)
-        if agent is not None and one_level:
-            self.trained = range(run.start_level, run.start_level + run.num_levels or LAST_LEVEL)
+        bounds = run.start_level, run.start_level + run.num_levels or LAST_LEVEL
+        self.trained = range(*bounds) if agent is not None and one_level else range(0)
 
     def play(self, levels: list[int], num_envs: int, quota: int, draw: Callable | None = None) -> list:
         """The first `quota` episodes of each environment; or those on `levels`, which the environments of a game share.

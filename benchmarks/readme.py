@@ -29,8 +29,9 @@ def colour(algorithm: str, others: Iterable[str]) -> str:
         return f"C{labels.index(algorithm)}"
     taken = {7, *(labels.index(name) for name in others if name in labels)}  # C7 is grey, as published curves are
     unlabelled = [name for name in others if name not in labels]
-    free = [number for number in range(10) if number not in taken]
-    return f"C{free[unlabelled.index(algorithm) % len(free)]}"
+    free = [f"C{number}" for number in range(10) if number not in taken]
+    free += ["black", "gold", "lime", "navy", "maroon", "teal"]
+    return free[unlabelled.index(algorithm) % len(free)]
 
 
 def fill(documents: Iterable[Path], name: str, text: str) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 from matplotlib.ticker import EngFormatter
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent.parent))  # after the folder of curves.py and others
 import curves
 import readme
 import throughput

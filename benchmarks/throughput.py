@@ -40,7 +40,7 @@ import torch
 import tyro
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(1, str(Path(__file__).parent.parent))  # after the folder of curves.py and others
 import readme
 from common import InputError, TrainingError
 from common.device import resolve_device, resolve_precision

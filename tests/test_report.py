@@ -159,7 +159,7 @@ def test_from_run_folders_to_tables_and_figures(tmp_path, made):
     assert "PPO, train-procgen" in [line.get_label() for line in figure.axes[3].lines]
     with pytest.raises(InputError, match=r"--baseline pp needs its runs and others\. There are idea, ppo"):
         made(*runs.iterdir(), baseline="pp")
-    names = ["ppo", "ppg", *"abcdefg"]
+    names = ["ppo", "ppg", *"abcdefghijklm"]
     assert len({readme.colour(name, names) for name in names}) == len(names)
 
 
