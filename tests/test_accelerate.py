@@ -91,10 +91,15 @@ def use_kernels(monkeypatch, change):
 @pytest.fixture
 def ran(monkeypatch):
     """The kernels that have run but for trials."""
-    names, replace = [], fast.replace_modules
-    monkeypatch.setattr(fast, "replace_modules", lambda agent: [replace(agent), names.clear()])
+    names, prepare = [], fast.use_kernels
+    monkeypatch.setattr(fast, "use_kernels", lambda agent: [prepare(agent), names.clear()])
     use_kernels(monkeypatch, lambda name, y: names.append(name) or y)
     return names
+
+
+def taken(network):
+    """How many modules the kernels run."""
+    return sum(len(modules.convolutions(module)) > 0 for module in network.modules())
 
 
 def check_ran(ran, expected):
@@ -136,7 +141,7 @@ def edited(formula, **parts):
             for name, part in parts.items():
                 setattr(self, name, part())
 
-        def forward(self, x):
+        def forward(self, x, formula=formula):  # no closure, which alone would keep it as written
             return formula(self, x, self.conv0, self.conv1)
 
     return Edited
@@ -157,6 +162,28 @@ class Renamed(nn.Module):
 
     def width(self):
         return len(self.first.weight)
+
+
+seen = []
+
+
+class Recording(ppo.ResidualBlock):
+    def forward(self, x):
+        self.dormant = (x == 0).float().mean()
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+class Listing(ppo.ResidualBlock):
+    def forward(self, x):
+        seen.append(x)
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
+
+
+class Scheduled(ppo.ResidualBlock):
+    depth = 2  # which a run may change
+
+    def forward(self, x):
+        return x + self.conv1(F.relu(self.conv0(F.relu(x)))) if self.depth == 2 else x
 
 
 def other(kind):
@@ -209,6 +236,9 @@ LOOK_ALIKES = {  # what to make, and which kernels run it
     "normalised": (edited(lambda s, x, f, g: s.norm(same(s, x, f, g)), norm=lambda: nn.BatchNorm2d(16)), ""),
     "a parameter": (edited(same, gain=lambda: nn.Parameter(torch.ones(()))), ""),
     "an attribute": (edited(lambda s, *given: same(s, *given) * s.gain, gain=lambda: 1), ""),
+    "records an attribute": (lambda: Recording(16, "identity"), ""),
+    "records in a list": (lambda: Listing(16, "identity"), ""),
+    "a condition that may change": (lambda: Scheduled(16, "identity"), ""),
     "another class of convolutions": (edited(same, conv1=conv(kind=other(nn.Conv2d))), ""),
     "32 wide inside": (edited(same, conv0=conv(16, 32), conv1=conv(32, 16)), ""),
     "a hook": (lambda: hooked(ResidualBlock(), "forward_hook"), ""),
@@ -230,7 +260,8 @@ def test_what_is_replaced_and_that_it_computes_the_same(make, expected, ran, cap
     for training in (True, False):
         check_equal(ours.train(training), theirs.train(training), images(widths[0]))
         check_ran(ran, expected)
-    assert expected or str(ours) == str(theirs)
+    assert [type(module) for module in ours.modules()] == [type(module) for module in theirs.modules()]
+    assert expected or not taken(ours)
     assert expected or "kernels run encoder" in capsys.readouterr().err
 
 
@@ -239,8 +270,8 @@ def test_what_is_replaced_and_that_it_computes_the_same(make, expected, ran, cap
 def test_kernels_that_compute_something_else_are_not_used(make, spoil, monkeypatch):
     """Compiled wrongly for this processor, say."""
     use_kernels(monkeypatch, lambda name, y: spoil(y))
-    theirs, ours = made(make)
-    assert str(ours) == str(theirs)
+    _, ours = made(make)
+    assert not taken(ours)
 
 
 network = row(conv(3), pool(), ResidualBlock)
@@ -281,7 +312,7 @@ def test_changes_after_accelerate_count(change, expected, ran):
     assert changed[1].state_dict().keys() == changed[0].state_dict().keys()
     before = str(changed[1])
     accelerate(Agent(changed[1]), "auto")
-    assert str(changed[1]) == before
+    assert str(changed[1]) == before == str(changed[0])
     x = images().to(ours[0].bias.dtype)
     check_equal(changed[1], changed[0], x)
     check_ran(ran, expected)
@@ -329,8 +360,7 @@ def test_modes(mode, device, ran, monkeypatch):
     with torch._dynamo.config.patch(suppress_errors=False):
         accelerate(agent.to(device), mode)
         assert torch._dynamo.config.suppress_errors == (mode == "compile")  # what does not compile runs as it is
-    fast = sum(isinstance(layer, modules.FastSequential | modules.FastBlock) for layer in agent.modules())
-    assert fast == (21 if device == "cpu" and mode in ("auto", "eager") else 0)
+    assert taken(agent) == (21 if device == "cpu" and mode in ("auto", "eager") else 0)
     encoders = [agent.encoder, agent.value_encoder] if mode == "compile" else []
     assert compiled == [(encoder, {"dynamic": False}) for encoder in encoders]
     with pytest.raises(InputError, match="--accelerate cudagraphs needs a CUDA GPU"):

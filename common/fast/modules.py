@@ -1,11 +1,12 @@
-"""Modules that take the place of others and run them by the kernels of `common/fast/kernels.py`. They have the same
-children under the same names, so that parameters, state dicts and hooks on inner modules stay what they are."""
+"""Which modules of an agent the kernels of `common/fast/kernels.py` can run, and how. They stay the objects that they
+are, of their own classes, with their parameters, state dicts and hooks."""
 
 import copy
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,40 +23,37 @@ POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode":
 SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # run by a call
 PLAIN = vars(nn.Module()).keys()  # the attributes of a module that has none of its own
+# What a block's code may name beside its convolutions. By another name it could record something, or change with time.
+NAMES = {"F", "torch", "nn", "functional", "relu", "relu_", "add", "add_", "clone"}
 # How far a kernel's results may be from PyTorch's in a trial, as a part of their norm. In bfloat16 pooled values tie.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
-def replace_modules(agent: nn.Module) -> None:
-    """Replace what our kernels can run. A note on stderr names the convolutions that PyTorch's own still run."""
+def use_kernels(agent: nn.Module) -> None:
+    """Let our kernels run the modules that they can: each gets a `forward` of its own, and stays what it is otherwise.
+    A note on stderr names the convolutions that PyTorch's own still run."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     kernels = build if next(agent.parameters()).is_cpu else gpu
     if not missed or kernels() is None:
         return
     orders = {}
-    replaced = {None: None}  # a module may have several places
-    for parent in list(agent.modules()):
-        for name, module in parent._modules.items():
-            if module not in replaced:
-                replaced[module] = replacement(module, orders)
-            parent._modules[name] = replaced[module]
     for module in agent.modules():
-        if isinstance(module, FastSequential | FastBlock):
-            for conv in module.convolutions():
-                missed.pop(conv, None)
+        if "forward" not in vars(module) and (forward := fast_forward(module, orders)) is not None:
+            module.forward = forward
+        for conv in convolutions(module):
+            missed.pop(conv, None)
     if missed:
         print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
 
 
-def replacement(module: nn.Module, orders: dict[tuple, list[str] | None]) -> nn.Module:
-    """The module that computes the same by our kernels, or else `module` itself. `orders` keeps what trials of blocks
-    have shown: all blocks of a class and a size compute the same, as they have nothing of their own but weights."""
+def fast_forward(module: nn.Module, orders: dict[tuple, list[str] | None]) -> Callable | None:
+    """What computes the same by our kernels, or None. It copies and pickles with the module. `orders` keeps what trials
+    of blocks have shown: all blocks of a class and a size compute the same, as they have nothing of their own but
+    weights."""
     if type(module) is nn.Sequential:
         pairs = list(pairs_of(module))
         if pairs and all(pair_agrees(*pair) for pair in pairs):
-            row = FastSequential()
-            vars(row).update(vars(module))
-            return row
+            return partial(run_row, module)
     elif may_be_block(module):
         names = list(module._modules)
         kind = type(module), tuple(names), len(list(module.children())), next(module.parameters()).shape
@@ -63,56 +61,41 @@ def replacement(module: nn.Module, orders: dict[tuple, list[str] | None]) -> nn.
             agreeing = [order for order in (names, names[::-1]) if block_agrees(module, order)]
             orders[kind] = agreeing[0] if agreeing else None
         if orders[kind] is not None:
-            return FastBlock(module, orders[kind])
-    return module
+            return partial(run_block, module, orders[kind])
+    return None
 
 
-class FastSequential(nn.Sequential):
-    """An `nn.Sequential` that runs each convolution with max-pooling after it by the kernels."""
-
-    def convolutions(self) -> list[nn.Module]:
-        return [conv for conv, _ in pairs_of(self)]
-
-    def forward(self, input: Tensor) -> Tensor:
-        layers = list(self)
-        while layers:
-            if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
-                input = conv_max_pool(input, layers[0].weight, layers[0].bias)
-                del layers[:2]
-            else:
-                input = layers.pop(0)(input)
-        return input
+def convolutions(module: nn.Module) -> list[nn.Module | None]:
+    """Those that a module runs by kernels."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, partial):
+        return []
+    if forward.func is run_row:
+        return [conv for conv, _ in pairs_of(module)]
+    return [module._modules.get(name) for name in forward.args[1]] if forward.func is run_block else []
 
 
-class FastBlock(nn.Module):
-    """A residual block, x + second(relu(first(relu(x)))), that the kernels run. `order` has the names of the two
-    convolutions. It shares children and hooks with the block `written`, which runs where the kernels do not suit."""
+def run_row(row: nn.Sequential, input: Tensor) -> Tensor:
+    """The `forward` of an `nn.Sequential`, with each convolution and max-pooling after it by the kernels."""
+    layers = list(row)
+    while layers:
+        if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
+            input = conv_max_pool(input, layers[0].weight, layers[0].bias)
+            del layers[:2]
+        else:
+            input = layers.pop(0)(input)
+    return input
 
-    def __init__(self, written: nn.Module, order: list[str]):
-        super().__init__()
-        vars(self).update(vars(written), written=written, order=order)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What is set here is set on the block, too."""
-        super().__setattr__(name, value)
-        setattr(self.written, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        """Children, and what else the block's class defines."""
-        if name.startswith("__") or "written" not in vars(self):  # as while this is copied
-            raise AttributeError(name)
-        return getattr(self.written, name)
-
-    def convolutions(self) -> list[nn.Module | None]:
-        return [self._modules.get(name) for name in self.order]
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self.written).keys() == PLAIN:
-            convs, width = self.convolutions(), inputs[0].shape[1]
-            if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
-                first, second = convs
-                return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
-        return self.written.forward(*inputs, **named)
+def run_block(block: nn.Module, order: list[str], *inputs: Any, **named: Any) -> Tensor:
+    """The `forward` of a residual block, x + second(relu(first(relu(x)))), by the kernels. `order` has the names of the
+    two convolutions. Where the kernels do not suit, the block's own code runs."""
+    if len(inputs) == 1 and not named and suits(inputs[0]) and vars(block).keys() - {"forward"} == PLAIN:
+        convs, width = [block._modules.get(name) for name in order], inputs[0].shape[1]
+        if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
+            first, second = convs
+            return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
+    return type(block).forward(block, *inputs, **named)
 
 
 # -------------------------------------------------------------------------------------------- what the kernels can run
@@ -131,9 +114,11 @@ def is_conv(module: nn.Module | None) -> bool:
 
 
 def may_be_block(module: nn.Module) -> bool:
-    """Whether a module is made of two convolutions that the kernels can run, and of nothing else."""
-    convs, own = list(module._modules.values()), vars(module)
+    """Whether a module is made of two convolutions that the kernels can run, and its code of these and ReLU."""
+    convs, own, code = list(module._modules.values()), vars(module), getattr(type(module).forward, "__code__", None)
     if own.keys() != PLAIN or own["_parameters"] or own["_buffers"] or has_hooks(module):
+        return False
+    if code is None or code.co_freevars or not {*code.co_names} <= NAMES | module._modules.keys():
         return False
     if len(convs) != 2 or not all(map(is_conv, convs)):
         return False
@@ -174,7 +159,7 @@ def block_agrees(block: nn.Module, order: list[str]) -> bool:
         drawn = not torch.equal(torch.get_rng_state(), of_torch) or random.getstate() != of_python
         drawn = drawn or np.random.get_state()[2] != of_numpy[2]
         device = next(block.parameters()).device
-        return not drawn and near(FastBlock(trial, order).to(device), trial, frames.to(device), True)
+        return not drawn and near(partial(run_block, trial.to(device), order), trial, frames.to(device), True)
     except Exception:  # of this check, or as these are not the inputs that it was written for
         return False
     finally:
@@ -188,7 +173,7 @@ def pair_agrees(conv: nn.Conv2d, pool: nn.MaxPool2d) -> bool:
     """Whether our kernels compute the numbers of PyTorch's two modules, but for rounding."""
     trial, frames = trial_of(nn.Sequential(conv, pool))
     device = conv.weight.device
-    fast = FastSequential(*trial).to(device)
+    fast = partial(run_row, trial.to(device))
     return all(near(fast, trial, frames.to(device), requires_grad) for requires_grad in (False, True))
 
 
@@ -214,8 +199,8 @@ def check_formula(trial: nn.Module, formula: Callable[[Tensor], Tensor], frames:
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def near(fast: nn.Module, trial: nn.Module, frames: Tensor, requires_grad: bool) -> bool:
-    """Whether a module with kernels computes what the trial does, but for rounding, in both formats."""
+def near(fast: Callable[[Tensor], Tensor], trial: nn.Module, frames: Tensor, requires_grad: bool) -> bool:
+    """Whether a call with kernels computes what the trial does, but for rounding, in both formats."""
     for dtype, rounding in ROUNDING.items():
         x = frames.to(dtype)
         found = outcome(fast, trial, x, requires_grad)
