@@ -301,20 +301,21 @@ def read_run(path: Path, args: Any, script: str, world: World) -> Resumed:
         lock = lock_folder(path)
     except OSError as error:
         raise InputError(f"--resume {path}: no run folder that can be written is there ({error.strerror}).") from error
-    checkpoint, finished = newest_checkpoint(path), read_json(path / "meta.json").get("finished")
-    step, settings, ranks = checkpoint["step"], checkpoint["args"], len(checkpoint["ranks"])
-    ended = finished or settings.get("total_timesteps") != args.total_timesteps
-    if step >= args.total_timesteps and ended:
-        raise InputError(f"--resume {path}: it has made {step:,} steps: raise --total-timesteps to go on.")
-    if checkpoint["script"] != script and checkpoint.get("script_sha256") != sha256(ROOT / script):
-        raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
-    if ranks != world.world_size:
-        raise InputError(f"--resume {path}: that is a run of {ranks} ranks, not of {world.world_size}.")
-    if changed := differences(args, settings, MAY_CHANGE):
-        there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
-        other = f"to start a new run from its weights, use --init-from {path}."
-        raise InputError(f"--resume {path}: a resumed run cannot change {', '.join(there)}; {other}")
-    return Resumed(path, lock, checkpoint)
+    with lock:  # let go at once, as a file that is closed later would end the lock of another try
+        checkpoint, finished = newest_checkpoint(path), read_json(path / "meta.json").get("finished")
+        step, settings, ranks = checkpoint["step"], checkpoint["args"], len(checkpoint["ranks"])
+        ended = finished or settings.get("total_timesteps") != args.total_timesteps
+        if step >= args.total_timesteps and ended:
+            raise InputError(f"--resume {path}: it has made {step:,} steps: raise --total-timesteps to go on.")
+        if checkpoint["script"] != script and checkpoint.get("script_sha256") != sha256(ROOT / script):
+            raise InputError(f"--resume {path}: that is a run of {checkpoint['script']}, not of {script}.")
+        if ranks != world.world_size:
+            raise InputError(f"--resume {path}: that is a run of {ranks} ranks, not of {world.world_size}.")
+        if changed := differences(args, settings, MAY_CHANGE):
+            there = [f"{flag(name)} {getattr(args, name)} (there: {settings.get(name, 'unknown')})" for name in changed]
+            other = f"to start a new run from its weights, use --init-from {path}."
+            raise InputError(f"--resume {path}: a resumed run cannot change {', '.join(there)}; {other}")
+    return Resumed(path, lock_folder(path, note=False), checkpoint)
 
 
 def load_parts(parts: dict[str, Any], resumed: Resumed, rank: int) -> None:

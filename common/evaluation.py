@@ -20,7 +20,7 @@ from common.run import Run, describe, mean
 
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
-LONGEST = 27_000  # steps of an episode, as in Atari's games; Procgen's longest has 6,000
+LONGEST = 27_000  # steps of an episode, which may never end, as in Atari's games; Procgen's longest has 6,000
 # By mode and game: returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, appendix C,
 # https://arxiv.org/abs/1912.01588). Easy jumper and leaper have the least of the authors' code. The paper prints 3.
 RETURN_RANGES = {"easy": {}, "hard": {}}
@@ -51,8 +51,8 @@ def play(
     just been made and reset, as wrappers may have memory. Actions are drawn from `seed`; `show` gets the progress."""
     agent = copy.deepcopy(agent).eval()  # statistics of batch normalisation stay as they are
     state, drawing = None, DrawingFrom(torch.Generator(device).manual_seed(seed))
-    episodes, playing = [[] for _ in range(envs.num_envs)], True
-    while playing:
+    episodes = [[] for _ in range(envs.num_envs)]
+    while any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, envs.episode_lengths, strict=True)):
         obs = torch.as_tensor(envs.obs, device=device)
         dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
         with drawing:
@@ -63,8 +63,6 @@ def play(
         for episode in finished_episodes(infos):
             episodes[episode.env].append(episode)
         show(f"evaluation {sum(min(len(each), quota) for each in episodes)}/{quota * envs.num_envs}")
-        lengths = envs.episode_lengths  # of the episodes under way, which may never end
-        playing = any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, lengths, strict=True))
     played = [each[:quota] for each in episodes]
     if lacking := quota * len(played) - sum(map(len, played)):
         print(f"warning: {lacking} episodes have not ended within {LONGEST:,} steps: left out", file=sys.stderr)

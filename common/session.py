@@ -52,6 +52,8 @@ class Session:
         self.given = copy.deepcopy(args)
         self.seed = spread_seed(args.seed, RANK_SEEDS + world.rank) if world.rank else args.seed
         self.exits = ExitStack()
+        if self.resumed and world.rank == 0:
+            self.exits.push(self.resumed.lock)
         self.exits.callback(torch.set_num_threads, torch.get_num_threads())  # for the next run of this process
         setup_device(self.device, self.seed, args.torch_deterministic)
         preset = args.presets.get(getattr(args, "preset", None), {})

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import gc
 import itertools
 import json
 import math
@@ -287,6 +288,36 @@ def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, caps
     words = [*shlex.split(again)[2:], f"--total-timesteps={stopped_at + 64}"]
     assert script.main(parse(script.Args, words)) == path
     assert f"resumed at step {stopped_at:,}" in capsys.readouterr().out
+
+
+def test_a_refused_resume_lets_go_of_the_folder(run_copy, monkeypatch):
+    """Also in a notebook, which keeps the error. A file closed later would take the lock of the next try with it."""
+    path, refused = run_copy(ppo), []
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = [sys.executable, "-c", code, str(path / "lock")]
+    update, kept = ppo.update, []
+
+    def locked():
+        return subprocess.run(other, stderr=subprocess.DEVNULL).returncode != 0
+
+    def update_unseen(*given):
+        refused.clear()
+        gc.collect()
+        kept.append(locked())
+        return update(*given)
+
+    with pytest.raises(InputError, match="cannot change --gamma") as error:
+        resume(ppo, path, gamma=0.5)
+    refused.append(error)
+    assert not locked()
+    with mock.patch.object(Run, "open", side_effect=OSError), pytest.raises(InputError, match="another") as error:
+        resume(ppo, path)
+    refused.append(error)
+    assert not locked()
+    del error
+    monkeypatch.setattr(ppo, "update", update_unseen)
+    resume(ppo, path)
+    assert set(kept) == {True}
 
 
 def test_slurm_examples(tmp_path):
