@@ -61,7 +61,7 @@ def test_sizes():
         assert len(inspect.getsource(script.main).splitlines()) <= lines_of_main
     assert len(list(COMMON.glob("*.py"))) <= 14
     assert length(*COMMON.glob("*.py")) <= 2535  # the bounds are below: until they hold, it may not grow
-    assert length(*COMMON.rglob("*.py")) <= 3446
+    assert length(*COMMON.rglob("*.py")) <= 3461
 
 
 @pytest.mark.xfail(strict=True, reason="levels, a second Procgen package, stacks of frames and progress exceed it")

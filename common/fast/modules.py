@@ -1,15 +1,14 @@
-"""Which modules of an agent the kernels of `common/fast/kernels.py` can run, and how. They stay the objects that they
-are, of their own classes, with their parameters, state dicts and hooks."""
+"""Which modules of an agent the kernels of `common/fast/kernels.py` can run, and how: such a module becomes one of a
+subclass of its class. It stays the same object, with its parameters, state dict and hooks."""
 
 import copy
 import itertools
-import random
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Set
+from functools import cache
+from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -23,79 +22,97 @@ POOL = {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode":
 SETTINGS = {nn.Conv2d: CONV, nn.MaxPool2d: POOL}
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"  # run by a call
 PLAIN = vars(nn.Module()).keys()  # the attributes of a module that has none of its own
-# What a block's code may name beside its convolutions. By another name it could record something, or change with time.
+# What a block's code may name beside its convolutions, and what a global of such a name may be. By other names it could
+# record something, draw random numbers, or change during a run.
 NAMES = {"F", "torch", "nn", "functional", "relu", "relu_", "add", "add_", "clone"}
+GLOBALS = torch, nn, F, F.relu, torch.relu, None
 # How far a kernel's results may be from PyTorch's in a trial, as a part of their norm. In bfloat16 pooled values tie.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def use_kernels(agent: nn.Module) -> None:
-    """Let our kernels run the modules that they can: each gets a `forward` of its own, and stays what it is otherwise.
-    A note on stderr names the convolutions that PyTorch's own still run."""
+    """Let our kernels run the modules that they can. A note on stderr names the convolutions that PyTorch's own still
+    run."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     kernels = build if next(agent.parameters()).is_cpu else gpu
     if not missed or kernels() is None:
         return
     orders = {}
     for module in agent.modules():
-        if "forward" not in vars(module) and (forward := fast_forward(module, orders)) is not None:
-            module.forward = forward
-        for conv in convolutions(module):
-            missed.pop(conv, None)
+        if (faster := faster_class(module, orders)) is not None:
+            module.__class__ = faster
+        if isinstance(module, FastSequential | FastBlock):
+            for conv in module.convolutions():
+                missed.pop(conv, None)
     if missed:
         print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
 
 
-def fast_forward(module: nn.Module, orders: dict[tuple, list[str] | None]) -> Callable | None:
-    """What computes the same by our kernels, or None. It copies and pickles with the module. `orders` keeps what trials
-    of blocks have shown: all blocks of a class and a size compute the same, as they have nothing of their own but
-    weights."""
+def faster_class(module: nn.Module, orders: dict[tuple, tuple[str, ...] | None]) -> type | None:
+    """The subclass of a module's class that computes the same by our kernels, or None. `orders` keeps what trials of
+    blocks have shown: all blocks of a class and a size compute the same, as they have nothing of their own but weights.
+    """
     if type(module) is nn.Sequential:
         pairs = list(pairs_of(module))
         if pairs and all(pair_agrees(*pair) for pair in pairs):
-            return partial(run_row, module)
+            return FastSequential
     elif may_be_block(module):
-        names = list(module._modules)
-        kind = type(module), tuple(names), len(list(module.children())), next(module.parameters()).shape
+        names = tuple(module._modules)
+        kind = type(module), names, len(list(module.children())), next(module.parameters()).shape
         if kind not in orders:
             agreeing = [order for order in (names, names[::-1]) if block_agrees(module, order)]
             orders[kind] = agreeing[0] if agreeing else None
         if orders[kind] is not None:
-            return partial(run_block, module, orders[kind])
+            return fast_block(type(module), orders[kind])
     return None
 
 
-def convolutions(module: nn.Module) -> list[nn.Module | None]:
-    """Those that a module runs by kernels."""
-    forward = vars(module).get("forward")
-    if not isinstance(forward, partial):
-        return []
-    if forward.func is run_row:
-        return [conv for conv, _ in pairs_of(module)]
-    return [module._modules.get(name) for name in forward.args[1]] if forward.func is run_block else []
+class FastSequential(nn.Sequential):
+    """An `nn.Sequential` that runs each convolution with max-pooling after it by the kernels."""
+
+    def convolutions(self) -> list[nn.Module]:
+        return [conv for conv, _ in pairs_of(self)]
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers = list(self)
+        while layers:
+            if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
+                input = conv_max_pool(input, layers[0].weight, layers[0].bias)
+                del layers[:2]
+            else:
+                input = layers.pop(0)(input)
+        return input
 
 
-def run_row(row: nn.Sequential, input: Tensor) -> Tensor:
-    """The `forward` of an `nn.Sequential`, with each convolution and max-pooling after it by the kernels."""
-    layers = list(row)
-    while layers:
-        if len(layers) > 1 and suits(input) and is_pair(*layers[:2]):
-            input = conv_max_pool(input, layers[0].weight, layers[0].bias)
-            del layers[:2]
-        else:
-            input = layers.pop(0)(input)
-    return input
+class FastBlock(nn.Module):
+    """A residual block, x + second(relu(first(relu(x)))), that the kernels run; where they do not suit, its class's own
+    code runs. `order` has the names of the two convolutions."""
+
+    order: tuple[str, ...]
+
+    def convolutions(self) -> list[nn.Module | None]:
+        return [self._modules.get(name) for name in self.order]
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self).keys() == PLAIN:
+            convs, width = self.convolutions(), inputs[0].shape[1]
+            if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
+                first, second = convs
+                return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
+        return super().forward(*inputs, **named)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:  # for copies and pickles: its class has no place in a module
+        return new_block, (type(self).__bases__[1], self.order), vars(self)
 
 
-def run_block(block: nn.Module, order: list[str], *inputs: Any, **named: Any) -> Tensor:
-    """The `forward` of a residual block, x + second(relu(first(relu(x)))), by the kernels. `order` has the names of the
-    two convolutions. Where the kernels do not suit, the block's own code runs."""
-    if len(inputs) == 1 and not named and suits(inputs[0]) and vars(block).keys() - {"forward"} == PLAIN:
-        convs, width = [block._modules.get(name) for name in order], inputs[0].shape[1]
-        if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
-            first, second = convs
-            return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
-    return type(block).forward(block, *inputs, **named)
+@cache
+def fast_block(kind: type, order: tuple[str, ...]) -> type:
+    """The subclass of a class of blocks that the kernels run."""
+    return type(kind.__name__, (FastBlock, kind), {"order": order, "__module__": kind.__module__})
+
+
+def new_block(kind: type, order: tuple[str, ...]) -> nn.Module:
+    return kind.__new__(fast_block(kind, order))
 
 
 # -------------------------------------------------------------------------------------------- what the kernels can run
@@ -115,14 +132,23 @@ def is_conv(module: nn.Module | None) -> bool:
 
 def may_be_block(module: nn.Module) -> bool:
     """Whether a module is made of two convolutions that the kernels can run, and its code of these and ReLU."""
-    convs, own, code = list(module._modules.values()), vars(module), getattr(type(module).forward, "__code__", None)
+    convs, own = list(module._modules.values()), vars(module)
     if own.keys() != PLAIN or own["_parameters"] or own["_buffers"] or has_hooks(module):
         return False
-    if code is None or code.co_freevars or not {*code.co_names} <= NAMES | module._modules.keys():
-        return False
-    if len(convs) != 2 or not all(map(is_conv, convs)):
+    if len(convs) != 2 or not all(map(is_conv, convs)) or not names_relu_alone(type(module), module._modules.keys()):
         return False
     return {size for conv in convs for size in conv.weight.shape[:2]} in ({16}, {32})
+
+
+def names_relu_alone(kind: type, children: Set[str]) -> bool:
+    """Whether the code of a class's `forward` names nothing but its children and PyTorch's ReLU and sums."""
+    code, own = getattr(kind.forward, "__code__", None), getattr(kind.forward, "__globals__", {})
+    if code is None or code.co_freevars or kind.forward.__defaults__ or kind.forward.__kwdefaults__:
+        return False
+    if any(isinstance(each, CodeType) for each in code.co_consts) or not {*code.co_names} <= NAMES | children:
+        return False
+    values = [own.get(name) for name in code.co_names if not hasattr(kind, name)]
+    return len(values) == len(code.co_names) and all(any(value is each for each in GLOBALS) for value in values)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -145,27 +171,19 @@ def known(module: nn.Module) -> bool:
 
 
 @torch.enable_grad()
-def block_agrees(block: nn.Module, order: list[str]) -> bool:
+def block_agrees(block: nn.Module, order: tuple[str, ...]) -> bool:
     """Whether a block is x + second(relu(first(relu(x)))), with first and second named in this order. A copy with
-    random weights must compute, on a CPU, the very numbers of this formula, and draw no random numbers. On the block's
-    device it must compute the numbers of our kernels, but for rounding."""
+    random weights must compute, on a CPU, the very numbers of this formula. On the block's device it must compute the
+    numbers of our kernels, but for rounding."""
     trial, frames = trial_of(block)
     first, second = [trial._modules[name] for name in order]
-    of_torch = torch.get_rng_state()
-    of_python = random.getstate()
-    of_numpy = np.random.get_state()
     try:
         check_formula(trial, lambda x: x + second(F.relu(first(F.relu(x)))), frames)
-        drawn = not torch.equal(torch.get_rng_state(), of_torch) or random.getstate() != of_python
-        drawn = drawn or np.random.get_state()[2] != of_numpy[2]
-        device = next(block.parameters()).device
-        return not drawn and near(partial(run_block, trial.to(device), order), trial, frames.to(device), True)
+        device, fast = next(block.parameters()).device, copy.copy(trial)
+        fast.__class__ = fast_block(type(trial), order)
+        return near(fast.to(device), trial, frames.to(device), True)
     except Exception:  # of this check, or as these are not the inputs that it was written for
         return False
-    finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 @torch.enable_grad()
@@ -173,7 +191,7 @@ def pair_agrees(conv: nn.Conv2d, pool: nn.MaxPool2d) -> bool:
     """Whether our kernels compute the numbers of PyTorch's two modules, but for rounding."""
     trial, frames = trial_of(nn.Sequential(conv, pool))
     device = conv.weight.device
-    fast = partial(run_row, trial.to(device))
+    fast = FastSequential(*trial).to(device)
     return all(near(fast, trial, frames.to(device), requires_grad) for requires_grad in (False, True))
 
 
@@ -190,17 +208,14 @@ def trial_of(module: nn.Module) -> tuple[nn.Module, Tensor]:
 
 
 def check_formula(trial: nn.Module, formula: Callable[[Tensor], Tensor], frames: Tensor) -> None:
-    """Raise AssertionError unless a module computes a formula bit for bit, in both formats, with and without NaN, in
-    training and in evaluation."""
+    """Raise AssertionError unless a module computes a formula bit for bit, in both formats, with and without NaN."""
     for dtype, x in itertools.product(ROUNDING, (frames, with_nan(frames))):
-        expected = outcome(formula, trial, x.to(dtype))
-        for training in (False, True):
-            found = outcome(trial.train(training), trial, x.to(dtype))
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        found, expected = (outcome(call, trial, x.to(dtype)) for call in (trial, formula))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def near(fast: Callable[[Tensor], Tensor], trial: nn.Module, frames: Tensor, requires_grad: bool) -> bool:
-    """Whether a call with kernels computes what the trial does, but for rounding, in both formats."""
+def near(fast: nn.Module, trial: nn.Module, frames: Tensor, requires_grad: bool) -> bool:
+    """Whether a module with kernels computes what the trial does, but for rounding, in both formats."""
     for dtype, rounding in ROUNDING.items():
         x = frames.to(dtype)
         found = outcome(fast, trial, x, requires_grad)
