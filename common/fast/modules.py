@@ -31,8 +31,7 @@ ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def use_kernels(agent: nn.Module) -> None:
-    """Let our kernels run the modules that they can. A note on stderr names the convolutions that PyTorch's own still
-    run."""
+    """Let our kernels run the modules that they can. A note on stderr names the convolutions that they cannot."""
     missed = {module: name for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
     kernels = build if next(agent.parameters()).is_cpu else gpu
     if not missed or kernels() is None:
@@ -41,17 +40,15 @@ def use_kernels(agent: nn.Module) -> None:
     for module in agent.modules():
         if (faster := faster_class(module, orders)) is not None:
             module.__class__ = faster
-        if isinstance(module, FastSequential | FastBlock):
-            for conv in module.convolutions():
-                missed.pop(conv, None)
+        for conv in convolutions(module):
+            missed.pop(conv, None)
     if missed:
         print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
 
 
 def faster_class(module: nn.Module, orders: dict[tuple, tuple[str, ...] | None]) -> type | None:
-    """The subclass of a module's class that computes the same by our kernels, or None. `orders` keeps what trials of
-    blocks have shown: all blocks of a class and a size compute the same, as they have nothing of their own but weights.
-    """
+    """A subclass of a module's class that computes the same by our kernels, or None. `orders` keeps what trials of
+    blocks have shown: all of a class and a size compute the same, as they have nothing of their own but weights."""
     if type(module) is nn.Sequential:
         pairs = list(pairs_of(module))
         if pairs and all(pair_agrees(*pair) for pair in pairs):
@@ -70,9 +67,6 @@ def faster_class(module: nn.Module, orders: dict[tuple, tuple[str, ...] | None])
 class FastSequential(nn.Sequential):
     """An `nn.Sequential` that runs each convolution with max-pooling after it by the kernels."""
 
-    def convolutions(self) -> list[nn.Module]:
-        return [conv for conv, _ in pairs_of(self)]
-
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self)
         while layers:
@@ -86,33 +80,37 @@ class FastSequential(nn.Sequential):
 
 class FastBlock(nn.Module):
     """A residual block, x + second(relu(first(relu(x)))), that the kernels run; where they do not suit, its class's own
-    code runs. `order` has the names of the two convolutions."""
+    code runs. `_order` has the names of the two convolutions."""
 
-    order: tuple[str, ...]
-
-    def convolutions(self) -> list[nn.Module | None]:
-        return [self._modules.get(name) for name in self.order]
+    _order: tuple[str, ...]
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self).keys() == PLAIN:
-            convs, width = self.convolutions(), inputs[0].shape[1]
+            convs, width = convolutions(self), inputs[0].shape[1]
             if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
                 first, second = convs
                 return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
         return super().forward(*inputs, **named)
 
     def __reduce_ex__(self, protocol: int) -> tuple:  # for copies and pickles: its class has no place in a module
-        return new_block, (type(self).__bases__[1], self.order), vars(self)
+        return new_block, (type(self).__bases__[1], self._order), vars(self)
 
 
 @cache
 def fast_block(kind: type, order: tuple[str, ...]) -> type:
     """The subclass of a class of blocks that the kernels run."""
-    return type(kind.__name__, (FastBlock, kind), {"order": order, "__module__": kind.__module__})
+    return type(kind.__name__, (FastBlock, kind), {"_order": order, "__module__": kind.__module__})
 
 
 def new_block(kind: type, order: tuple[str, ...]) -> nn.Module:
     return kind.__new__(fast_block(kind, order))
+
+
+def convolutions(module: nn.Module) -> list[nn.Module | None]:
+    """Those that a module runs by the kernels."""
+    if isinstance(module, FastSequential):
+        return [conv for conv, _ in pairs_of(module)]
+    return [module._modules.get(name) for name in module._order] if isinstance(module, FastBlock) else []
 
 
 # -------------------------------------------------------------------------------------------- what the kernels can run
@@ -147,8 +145,10 @@ def names_relu_alone(kind: type, children: Set[str]) -> bool:
         return False
     if any(isinstance(each, CodeType) for each in code.co_consts) or not {*code.co_names} <= NAMES | children:
         return False
-    values = [own.get(name) for name in code.co_names if not hasattr(kind, name)]
-    return len(values) == len(code.co_names) and all(any(value is each for each in GLOBALS) for value in values)
+    if any(hasattr(kind, name) for name in code.co_names):  # a method called relu
+        return False
+    values = [own.get(name) for name in code.co_names]
+    return all(any(value is each for each in GLOBALS) for value in values)
 
 
 def has_hooks(module: nn.Module) -> bool:
