@@ -41,7 +41,7 @@ class Args:
     """folder of results, logs and tables"""
     steps: tuple[Literal["tests", "resume", "speed"], ...] = ("tests", "resume", "speed")
     """what to do"""
-    device: str = "cuda"
+    device: Literal["cuda", "cpu"] = "cuda"
     """cuda, or cpu to rehearse"""
     rehearse: bool = False
     """short speed runs, without compilation and CUDA graphs"""

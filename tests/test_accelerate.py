@@ -238,6 +238,11 @@ def hooked(module, register):
     return module
 
 
+def looked_at(module):
+    module.register_forward_hook(lambda *given: None)
+    return module
+
+
 LOOK_ALIKES = {  # what to make, and which kernels run it
     "in two places": (lambda: nn.Sequential(*2 * [ResidualBlock()]), "block block"),
     "a look-alike, and names in another order": (row(ResidualBlock, activated(F.gelu), Renamed), "block block"),
@@ -265,9 +270,12 @@ LOOK_ALIKES = {  # what to make, and which kernels run it
     "a helper called relu": (coded(f"): return {FORMULA}", relu=lambda x: F.relu(x)), ""),
     "a method called relu": (lambda: Method(16, "identity"), ""),
     "a function within": (coded(f"):\n  def relu(y): return F.relu(y)\n  return {FORMULA}"), ""),
+    "records an attribute called relu": (coded(f"): self.relu = x; return {FORMULA}", relu=F.relu), ""),
     "a default": (coded(f", relu=F.relu): return {FORMULA}"), ""),
     "another class of convolutions": (edited(same, conv1=conv(kind=other(nn.Conv2d))), ""),
     "32 wide inside": (edited(same, conv0=conv(16, 32), conv1=conv(32, 16)), ""),
+    "a closure": (edited(same), ""),
+    "a hook that only looks": (lambda: looked_at(ResidualBlock()), ""),
     "a hook": (lambda: hooked(ResidualBlock(), "forward_hook"), ""),
     "pair of grey frames": (row(conv(1), pool()), "pair"),
     "pair with 24 channels": (row(conv(3, 24), pool()), ""),
@@ -318,6 +326,7 @@ CHANGES = {  # what is done, and which kernels run then
     "float64": (lambda row: row.double(), ""),
     "spectral norm": (lambda row: parametrizations.spectral_norm(row[2].conv1), "pair"),
     "a forward": (lambda row: setattr(row[2], "forward", row[2].conv0.forward), "pair"),
+    "a convolution's own way": (lambda row: setattr(row[2].conv1, "_conv_forward", lambda x, *given: x), "pair"),
     "a convolution's forward": (lambda row: setattr(row[2].conv1, "forward", row[2].conv0.forward), "pair"),
     "an attribute": (lambda row: setattr(row[2], "scale", 0.5), "pair"),
     "no bias": (lambda row: setattr(row[2].conv0, "bias", None), "pair"),

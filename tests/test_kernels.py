@@ -91,6 +91,15 @@ def block_formula(x: torch.Tensor, first: nn.Conv2d, second: nn.Conv2d, dtype: t
 SIDES = (64, 64), (7, 9), (9, 6), (2, 2), (1, 1), (1, 5), (3, 17)
 
 
+def test_second_derivatives_are_refused():
+    """They would lack what comes through the kernels, as autograd.grad leaves out nodes that lead to no input."""
+    convs, x = layers(16, 16, 16), frames(torch.float32, 2, 16, 8, 8)
+    for y in (block(x, *convs), pair(x, convs[0]), MaxPoolFunction.apply(True, convs[0](x))):
+        torch.autograd.grad(y.sum(), convs[0].weight, retain_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(y.square().sum(), convs[0].weight, create_graph=True)
+
+
 @both_dtypes
 @pytest.mark.parametrize(("height", "width"), SIDES)
 def test_max_pooling_equals_pytorchs_bit_for_bit(dtype, height, width):

@@ -88,7 +88,7 @@ def test_a_tree_is_dirty_by_its_own_files_and_the_script(tmp_path, monkeypatch):
     tmp_path.mkdir()
     (tmp_path / "old.py").write_text("")
     (tmp_path / ".gitignore").write_text("ignored.py")
-    for words in (["init"], ["add", "."], ["commit", "-m", "x"]):
+    for words in (["init"], ["config", "status.showUntrackedFiles", "no"], ["add", "."], ["commit", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
     (tmp_path / "new.py").write_text("")
     (tmp_path / "ignored.py").write_text("")

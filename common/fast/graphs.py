@@ -11,9 +11,9 @@ from weakref import WeakMethod, ref
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from common import TrainingError
+from common.fast.kernels import refuse_second_derivatives
 from common.fast.modules import has_hooks
 
 # Held while a graph is recorded, and while acting is replayed. No other thread may draw random numbers on the GPU
@@ -149,8 +149,8 @@ class Playback(torch.autograd.Function):
         return recording.features.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         recording = ctx.recording
         if recording.pending() is not ctx:
             raise TrainingError("a recorded encoder has one backward pass per forward pass: use --accelerate eager.")

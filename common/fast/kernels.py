@@ -17,7 +17,6 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # OpenMP: of GCC's, PyTorch has loaded libgomp.so.1 already, and its threads are taken
 OPTIONS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
@@ -170,8 +169,8 @@ class ConvFunction(torch.autograd.Function):
         return convolve(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        refuse_second_derivatives()
         x, weight = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = convolve(dy, weight) if ctx.needs_input_grad[0] else None
@@ -194,8 +193,8 @@ class ResidualBlockFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_derivatives()
         x, h, weight0, weight1 = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
         if x.is_cuda:
@@ -228,8 +227,8 @@ class MaxPoolFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         (taps, *convolved), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = new_frames(dy, channels, height, width) if ctx.needs_input_grad[1] else None
@@ -244,6 +243,12 @@ class MaxPoolFunction(torch.autograd.Function):
         else:
             call(f"pool_backward_{dy.dtype}", dy, taps, dx, *sizes)
         return None, dx
+
+
+def refuse_second_derivatives() -> None:
+    """Raise RuntimeError under `create_graph=True`, where our gradients would pass for constants."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the kernels have no second derivatives: leave out `accelerate`, where the agent is made")
 
 
 def new_frames(x: Tensor, channels: int, height: int, width: int) -> Tensor:

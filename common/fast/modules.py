@@ -36,9 +36,9 @@ def use_kernels(agent: nn.Module) -> None:
     kernels = build if next(agent.parameters()).is_cpu else gpu
     if not missed or kernels() is None:
         return
-    orders = {}
+    classes = {}
     for module in agent.modules():
-        if (faster := faster_class(module, orders)) is not None:
+        if (faster := faster_class(module, classes)) is not None:
             module.__class__ = faster
         for conv in convolutions(module):
             missed.pop(conv, None)
@@ -46,8 +46,8 @@ def use_kernels(agent: nn.Module) -> None:
         print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
 
 
-def faster_class(module: nn.Module, orders: dict[tuple, tuple[str, ...] | None]) -> type | None:
-    """A subclass of a module's class that computes the same by our kernels, or None. `orders` keeps what trials of
+def faster_class(module: nn.Module, classes: dict[tuple, type | None]) -> type | None:
+    """A subclass of a module's class that computes the same by our kernels, or None. `classes` keeps what trials of
     blocks have shown: all of a class and a size compute the same, as they have nothing of their own but weights."""
     if type(module) is nn.Sequential:
         pairs = list(pairs_of(module))
@@ -55,12 +55,11 @@ def faster_class(module: nn.Module, orders: dict[tuple, tuple[str, ...] | None])
             return FastSequential
     elif may_be_block(module):
         names = tuple(module._modules)
-        kind = type(module), names, len(list(module.children())), next(module.parameters()).shape
-        if kind not in orders:
+        kind = type(module), names, len(list(module.parameters())), next(module.parameters()).shape
+        if kind not in classes:
             agreeing = [order for order in (names, names[::-1]) if block_agrees(module, order)]
-            orders[kind] = agreeing[0] if agreeing else None
-        if orders[kind] is not None:
-            return fast_block(type(module), orders[kind])
+            classes[kind] = fast_block(type(module), agreeing[0]) if agreeing else None
+        return classes[kind]
     return None
 
 
@@ -81,8 +80,6 @@ class FastSequential(nn.Sequential):
 class FastBlock(nn.Module):
     """A residual block, x + second(relu(first(relu(x)))), that the kernels run; where they do not suit, its class's own
     code runs. `_order` has the names of the two convolutions."""
-
-    _order: tuple[str, ...]
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self).keys() == PLAIN:
@@ -145,9 +142,7 @@ def names_relu_alone(kind: type, children: Set[str]) -> bool:
         return False
     if any(isinstance(each, CodeType) for each in code.co_consts) or not {*code.co_names} <= NAMES | children:
         return False
-    if any(hasattr(kind, name) for name in code.co_names):  # a method called relu
-        return False
-    values = [own.get(name) for name in code.co_names]
+    values = [getattr(kind, name, own.get(name)) for name in code.co_names]  # a method may be called relu
     return all(any(value is each for each in GLOBALS) for value in values)
 
 
@@ -158,7 +153,7 @@ def has_hooks(module: nn.Module) -> bool:
 def known(module: nn.Module) -> bool:
     """Whether a module is PyTorch's own and computes what the kernels do: no hooks, other weights or settings."""
     kind, own = type(module), vars(module)
-    if "forward" in own or has_hooks(module):
+    if own.keys() & {"forward", "_conv_forward"} or has_hooks(module):
         return False
     if any(own.get(name) != value for name, value in SETTINGS[kind].items()):
         return False
@@ -181,7 +176,7 @@ def block_agrees(block: nn.Module, order: tuple[str, ...]) -> bool:
         check_formula(trial, lambda x: x + second(F.relu(first(F.relu(x)))), frames)
         device, fast = next(block.parameters()).device, copy.copy(trial)
         fast.__class__ = fast_block(type(trial), order)
-        return near(fast.to(device), trial, frames.to(device), True)
+        return vars(trial).keys() == PLAIN and near(fast.to(device), trial, frames.to(device), True)
     except Exception:  # of this check, or as these are not the inputs that it was written for
         return False
 
