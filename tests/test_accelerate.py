@@ -128,27 +128,39 @@ def test_the_network_runs_by_the_kernels_and_computes_the_same(precision, monkey
     assert len(set(names)) == 10  # for 3, 16 and 32 channels, and for 16 and 32
 
 
-def same(block, x, f, g):
-    return x + g(F.relu(f(F.relu(x))))
+FORMULA = "x + self.conv1(relu(self.conv0(relu(x))))"
 
 
-def edited(formula, **parts):
-    """A class of blocks with a formula of the block, its input and its convolutions, and with more or other parts."""
+def coded(returned=FORMULA, first="", given="", names=(), **parts):
+    """A class of blocks by the code of its `forward`, with more or other globals and parts."""
 
-    class Edited(ppo.ResidualBlock):
+    class Coded(ppo.ResidualBlock):
         def __init__(self):
             super().__init__(16, "identity")
             for name, part in parts.items():
                 setattr(self, name, part())
 
+    space = {"F": F, "torch": torch, "random": random, "np": np, "relu": F.relu, "seen": []} | dict(names)
+    exec(f"def forward(self, x{given}):\n  {first}\n  return {returned}", space)
+    Coded.forward = space["forward"]
+    return Coded
+
+
+def closed(relu):
+    class Closed(ppo.ResidualBlock):
         def forward(self, x):
-            return formula(self, x, self.conv0, self.conv1)
+            return x + self.conv1(relu(self.conv0(relu(x))))
 
-    return Edited
+    return Closed(16, "identity")
 
 
-def activated(act):
-    return edited(lambda s, x, f, g: x + g(act(f(act(x)))))
+class Method(coded(FORMULA.replace("relu", "self.relu"))):
+    def relu(self, x):
+        return F.relu(x)
+
+
+class Built(ppo.ResidualBlock):
+    forward = staticmethod(torch.relu)
 
 
 class Renamed(nn.Module):
@@ -164,43 +176,9 @@ class Renamed(nn.Module):
         return len(self.first.weight)
 
 
-def coded(source, **names):
-    """A class of blocks by the source of its `forward`, with more names for it."""
-    space = {"F": F, "torch": torch} | names
-    exec(f"def forward(self, x{source}", space)
-    own = {"forward": space.pop("forward"), "__init__": lambda self: ppo.ResidualBlock.__init__(self, 16, "identity")}
-    return type("Coded", (ppo.ResidualBlock,), own)
-
-
-FORMULA = "x + self.conv1(relu(self.conv0(relu(x))))"
-seen = []
-
-
-class Recording(ppo.ResidualBlock):
-    def forward(self, x):
-        self.dormant = (x == 0).float().mean()
-        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-class Listing(ppo.ResidualBlock):
-    def forward(self, x):
-        seen.append(x)
-        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-class Method(ppo.ResidualBlock):
-    def relu(self, x):
-        return F.relu(x)
-
-    def forward(self, x):
-        return x + self.conv1(self.relu(self.conv0(self.relu(x))))
-
-
-class Scheduled(ppo.ResidualBlock):
-    depth = 2  # which a run may change
-
-    def forward(self, x):
-        return x + self.conv1(F.relu(self.conv0(F.relu(x)))) if self.depth == 2 else x
+def tied(block):
+    block.last.weight, block.last.bias = block.first.weight, block.first.bias
+    return block
 
 
 def other(kind):
@@ -245,36 +223,39 @@ def looked_at(module):
 
 LOOK_ALIKES = {  # what to make, and which kernels run it
     "in two places": (lambda: nn.Sequential(*2 * [ResidualBlock()]), "block block"),
-    "a look-alike, and names in another order": (row(ResidualBlock, activated(F.gelu), Renamed), "block block"),
-    "nearly ReLU": (activated(lambda x: F.relu(x) * (1 + 1e-6)), ""),
-    "ReLU without NaN": (activated(lambda x: F.relu(x).nan_to_num(posinf=torch.inf)), ""),
-    "gradients stop": (edited(lambda s, x, f, g: x + g(F.relu(f(F.relu(x)).detach())) + 0 * f(x)), ""),
-    "only in training": (edited(lambda s, x, f, g: same(s, x, f, g) if s.training else x), ""),
-    "PyTorch's random numbers": (edited(lambda s, *given: same(s, *given) + 0 * torch.rand(())), ""),
-    "Python's random numbers": (edited(lambda s, *given: same(s, *given) + 0 * random.random()), ""),
-    "NumPy's random numbers": (edited(lambda s, *given: same(s, *given) + 0 * np.random.rand()), ""),
-    "in place": (edited(lambda s, x, f, g: x.add_(g(F.relu(f(F.relu(x)))))), ""),
-    "no autocast": (edited(torch.autocast("cpu", enabled=False)(lambda s, x, f, g: same(s, x.float(), f, g))), ""),
-    "normalised": (edited(lambda s, x, f, g: s.norm(same(s, x, f, g)), norm=lambda: nn.BatchNorm2d(16)), ""),
-    "a parameter": (edited(same, gain=lambda: nn.Parameter(torch.ones(()))), ""),
-    "an attribute": (edited(lambda s, *given: same(s, *given) * s.gain, gain=lambda: 1), ""),
-    "records an attribute": (lambda: Recording(16, "identity"), ""),
-    "records in a list": (lambda: Listing(16, "identity"), ""),
-    "a condition that may change": (lambda: Scheduled(16, "identity"), ""),
-    "ReLU by other names": (coded("): return x.clone().add(self.conv1(torch.relu(self.conv0(x.relu()))))"), "block"),
-    "ReLU imported": (coded(f"): return {FORMULA}", relu=F.relu), "block"),
-    "nearly ReLU, coded": (coded("): return x + self.conv1(F.relu(self.conv0(F.relu(x))) * (1 + 1e-6))"), ""),
-    "in place, coded": (coded("): return x.add_(self.conv1(F.relu(self.conv0(F.relu(x)))))"), ""),
-    "ReLU of the input, coded": (coded("): return x.relu_() + self.conv1(F.relu(self.conv0(x)))"), ""),
-    "one ReLU, coded": (coded("): return x + self.conv1(F.relu(self.conv0(x)))"), ""),
-    "a helper called relu": (coded(f"): return {FORMULA}", relu=lambda x: F.relu(x)), ""),
-    "a method called relu": (lambda: Method(16, "identity"), ""),
-    "a function within": (coded(f"):\n  def relu(y): return F.relu(y)\n  return {FORMULA}"), ""),
-    "records an attribute called relu": (coded(f"): self.relu = x; return {FORMULA}", relu=F.relu), ""),
-    "a default": (coded(f", relu=F.relu): return {FORMULA}"), ""),
-    "another class of convolutions": (edited(same, conv1=conv(kind=other(nn.Conv2d))), ""),
-    "32 wide inside": (edited(same, conv0=conv(16, 32), conv1=conv(32, 16)), ""),
-    "a closure": (edited(same), ""),
+    "a look-alike, and names in another order": (
+        row(ResidualBlock, coded(FORMULA.replace("relu", "F.gelu")), Renamed),
+        "block block",
+    ),
+    "the same code": (coded(), "block"),
+    "tied weights, then others": (row(lambda: tied(Renamed()), Renamed), "block block"),
+    "no Python code": (lambda: Built(16, "identity"), ""),
+    "ReLU by other names": (coded("x.clone().add(self.conv1(torch.relu(self.conv0(x.relu()))))"), "block"),
+    "nearly ReLU": (coded("x + self.conv1(relu(self.conv0(relu(x))) * (1 + 1e-6))"), ""),
+    "ReLU without NaN": (coded("x + self.conv1(relu(self.conv0(relu(x))).nan_to_num(posinf=torch.inf))"), ""),
+    "ReLU of the input": (coded("x.relu_() + self.conv1(relu(self.conv0(x)))"), ""),
+    "one ReLU": (coded("x + self.conv1(relu(self.conv0(x)))"), ""),
+    "gradients stop": (coded("x + self.conv1(relu(self.conv0(relu(x))).detach()) + 0 * self.conv0(x)"), ""),
+    "only in training": (coded(f"{FORMULA} if self.training else x"), ""),
+    "PyTorch's random numbers": (coded(f"{FORMULA} + 0 * torch.rand(())"), ""),
+    "Python's random numbers": (coded(f"{FORMULA} + 0 * random.random()"), ""),
+    "NumPy's random numbers": (coded(f"{FORMULA} + 0 * np.random.rand()"), ""),
+    "in place": (coded("x.add_(self.conv1(relu(self.conv0(relu(x)))))"), ""),
+    "no autocast": (coded(first=f"with torch.autocast('cpu', enabled=False): return {FORMULA}"), ""),
+    "normalised": (coded(f"self.norm({FORMULA})", norm=lambda: nn.BatchNorm2d(16)), ""),
+    "a parameter": (coded(gain=lambda: nn.Parameter(torch.ones(()))), ""),
+    "an attribute": (coded(f"({FORMULA}) * self.gain", gain=lambda: 1), ""),
+    "an attribute that the code does not name": (coded(gain=lambda: 1), ""),
+    "records an attribute": (coded(first="self.dormant = x"), ""),
+    "records an attribute called relu": (coded(first="self.relu = x"), ""),
+    "records in a list": (coded(first="seen.append(x)"), ""),
+    "a helper called relu": (coded(names={"relu": lambda x: F.relu(x)}), ""),
+    "a method called relu": (Method, ""),
+    "a function within": (coded(first="def relu(y): return F.relu(y)"), ""),
+    "a default": (coded(given=", relu=F.relu"), ""),
+    "a closure": (lambda: closed(F.relu), ""),
+    "another class of convolutions": (coded(conv1=conv(kind=other(nn.Conv2d))), ""),
+    "32 wide inside": (coded(conv0=conv(16, 32), conv1=conv(32, 16)), ""),
     "a hook that only looks": (lambda: looked_at(ResidualBlock()), ""),
     "a hook": (lambda: hooked(ResidualBlock(), "forward_hook"), ""),
     "pair of grey frames": (row(conv(1), pool()), "pair"),

@@ -128,7 +128,7 @@ def is_conv(module: nn.Module | None) -> bool:
 def may_be_block(module: nn.Module) -> bool:
     """Whether a module is made of two convolutions that the kernels can run, and its code of these and ReLU."""
     convs, own = list(module._modules.values()), vars(module)
-    if own.keys() != PLAIN or own["_parameters"] or own["_buffers"] or has_hooks(module):
+    if own.keys() != PLAIN or own["_parameters"] or has_hooks(module):
         return False
     if len(convs) != 2 or not all(map(is_conv, convs)) or not names_relu_alone(type(module), module._modules.keys()):
         return False
