@@ -20,7 +20,7 @@ from common.run import Run, describe, mean
 
 MEANS = ("episodic_return", "episodic_length", "normalized_return", "level_complete")  # over the games
 EVALUATION = 10_000  # number of the seed of evaluations; actors count from 0, ranks have 20,000 and more
-LONGEST = 27_000  # steps of an episode, which may never end, as in Atari's games; Procgen's longest has 6,000
+LONGEST = 27_000  # steps to wait for an episode's end, as in Atari's games; Procgen's longest has 6,000
 # By mode and game: returns of a policy that sees nothing, and of the best there is (Cobbe et al. 2020, appendix C,
 # https://arxiv.org/abs/1912.01588). Easy jumper and leaper have the least of the authors' code. The paper prints 3.
 RETURN_RANGES = {"easy": {}, "hard": {}}
