@@ -281,7 +281,7 @@ class Run:
         if self.wandb_run is not None:
             try:
                 ThreadPoolExecutor(1).submit(self.wandb_run.finish).result(300 if error is None else 5)
-            except Exception as failure:  # its process is gone, or does not answer
+            except (Exception, KeyboardInterrupt) as failure:  # its process is gone or mute; a whole run stays whole
                 print(f"warning: Weights & Biases has not got all of the run: {failure!r}", file=sys.stderr)
         self.lock.close()
         if error is None or isinstance(error, KeyboardInterrupt):

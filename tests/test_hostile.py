@@ -161,6 +161,8 @@ def test_tracking_may_fail_and_goes_on_only_if_the_user_says_so(stranger, tmp_pa
     monkeypatch.setattr(wandb, "init", lambda **_: gone)
     assert read_json(ppo.main(make_args(tmp_path / "runs", track=True)) / "meta.json")["finished"]
     assert "warning: Weights & Biases has not got all of the run: ZeroDivisionError" in capsys.readouterr().err
+    gone.finish = mock.Mock(side_effect=KeyboardInterrupt(signal.SIGUSR1))  # Slurm would begin the run anew
+    assert read_json(ppo.main(make_args(tmp_path / "runs", track=True)) / "meta.json")["finished"]
     gone.finish = answered.wait
     monkeypatch.setattr(ppo, "update", mock.Mock(side_effect=KeyboardInterrupt))
     began = time.monotonic()
