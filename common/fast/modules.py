@@ -40,8 +40,9 @@ def use_kernels(agent: nn.Module) -> None:
     for module in agent.modules():
         if (faster := faster_class(module, classes)) is not None:
             module.__class__ = faster
-        for conv in convolutions(module):
-            missed.pop(conv, None)
+        if isinstance(module, FastSequential | FastBlock):
+            for conv in module._convolutions():
+                missed.pop(conv, None)
     if missed:
         print(f"note: PyTorch's own kernels run {', '.join(missed.values())}: ours cannot", file=sys.stderr)
 
@@ -66,6 +67,9 @@ def faster_class(module: nn.Module, classes: dict[tuple, type | None]) -> type |
 class FastSequential(nn.Sequential):
     """An `nn.Sequential` that runs each convolution with max-pooling after it by the kernels."""
 
+    def _convolutions(self) -> list[nn.Module]:
+        return [conv for conv, _ in pairs_of(self)]
+
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self)
         while layers:
@@ -81,9 +85,12 @@ class FastBlock(nn.Module):
     """A residual block, x + second(relu(first(relu(x)))), that the kernels run; where they do not suit, its class's own
     code runs. `_order` has the names of the two convolutions."""
 
+    def _convolutions(self) -> list[nn.Module | None]:
+        return [self._modules.get(name) for name in self._order]
+
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         if len(inputs) == 1 and not named and suits(inputs[0]) and vars(self).keys() == PLAIN:
-            convs, width = convolutions(self), inputs[0].shape[1]
+            convs, width = self._convolutions(), inputs[0].shape[1]
             if all(is_conv(conv) and len(conv.weight) == width and convolves(inputs[0], conv.weight) for conv in convs):
                 first, second = convs
                 return ResidualBlockFunction.apply(inputs[0], first.weight, first.bias, second.weight, second.bias)
@@ -101,13 +108,6 @@ def fast_block(kind: type, order: tuple[str, ...]) -> type:
 
 def new_block(kind: type, order: tuple[str, ...]) -> nn.Module:
     return kind.__new__(fast_block(kind, order))
-
-
-def convolutions(module: nn.Module) -> list[nn.Module | None]:
-    """Those that a module runs by the kernels."""
-    if isinstance(module, FastSequential):
-        return [conv for conv, _ in pairs_of(module)]
-    return [module._modules.get(name) for name in module._order] if isinstance(module, FastBlock) else []
 
 
 # -------------------------------------------------------------------------------------------- what the kernels can run
