@@ -6,6 +6,7 @@
 What `open_run` does not get, an optimizer say, starts anew in a resumed run, without an error. Procgen shows it here.
 """
 
+import csv
 import re
 import signal
 import sys
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils._pytree import tree_map
 
 sys.path.insert(1, str(Path(__file__).parent.parent))  # after the folder of curves.py and others
@@ -28,7 +30,7 @@ from gpu_check import do
 SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of PPG
     "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "n_pi": 3, "e_aux": 1, "batch_size": 2,
     "num_aux_rollouts": 2, "num_actors": 0, "log_interval": 1, "checkpoint_interval": 0, "total_timesteps": 11 * 32,
-    "eval_interval": 11 * 32, "eval_episodes": 2,
+    "eval_interval": 11 * 32, "eval_episodes": 2, "learning_rate": 0.002,  # so that policies soon have preferences
 }  # fmt: skip
 
 
@@ -73,14 +75,14 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
         words += [*extra, "--runs-dir"]
         python(log, script, *words, folder / "whole")
         (whole,) = (folder / "whole").iterdir()
-        task = ["--env-id", read_json(whole / "args.json")["env_id"]]  # which may be of a module
+        args = read_json(whole / "args.json")
+        task = ["--env-id", args["env_id"]]  # which may be of a module
     if broken:
         return broken
     with promise("killed and resumed", broken) as said:
-        last = int(max(whole.glob("checkpoints/*.pt")).stem)
 
         def late() -> bool:  # after PPG's first phase
-            return any(3 * int(file.stem) > last for file in folder.glob("killed/*/checkpoints/*.pt"))
+            return any(3 * int(pt.stem) > args["total_timesteps"] for pt in folder.glob("killed/*/checkpoints/*.pt"))
 
         python(log, script, *words, folder / "killed", kill_when=late)
         (killed,) = (folder / "killed").iterdir()
@@ -91,7 +93,12 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
             raise TrainingError(f"not as in an undisturbed run (does open_run get all that learns?): {different}")
     with promise("loaded, evaluated and exported", broken):
         evaluate = [here.with_name("evaluate.py"), whole, "--script", script, *task, "--export", folder / "policy.pt"]
-        python(log, *evaluate, "--episodes", 2, "--num-envs", 2)
+        evaluate += ["--seed", args["seed"], "--episodes", args["eval_episodes"], "--num-envs", args["num_envs"]]
+        found = [float(mean) for mean in re.findall(r"(?m)^\S+ mean(?: length)?: (.+)", python(log, *evaluate))]
+        rows = [row for row in csv.DictReader(contents(whole)["eval.csv"].split()) if row["policy"] == "stochastic"]
+        means = [float(row[name]) for row in rows for name in ("episodic_return", "episodic_length")][-len(found) :]
+        if rows and not args["eval_num_levels"] and not np.allclose(found, means, rtol=1e-5, atol=1e-3):
+            raise TrainingError(f"return and length {found}, in the run {means}: what acts belongs in buffers")
     with promise("two ranks with the same networks", broken):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
         python(log, *torchrun, script, *words, folder / "ranks", "--device", "cpu")

@@ -38,7 +38,7 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import InputError, TrainingError
-from common.checkpoint import load_agent, read_model
+from common.checkpoint import load_agent
 from common.device import resolve_device, setup_device
 from common.envs import Envs, Episode, make_vec, open_video, spread_seed
 from common.evaluation import EVALUATION, play, share_episodes, summaries
@@ -258,8 +258,7 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
             dist, state = agent.get_action_dist(obs, *states)
             states = [state] if states else []
             obs = torch.as_tensor(envs.step(dist.sample().numpy())[0]).to(obs.dtype)
-    origin = read_model(source).get("script_sha256", "")
-    write("export", out, scripted.save_to_buffer(_extra_files={"script_sha256": origin}))
+    write("export", out, scripted.save_to_buffer())
     print(f"{out} gives the same as the agent of {source} (within {TOLERANCE}, float32).", flush=True)
 
 

@@ -42,9 +42,7 @@ class Args:
     steps: tuple[Literal["tests", "resume", "speed"], ...] = ("tests", "resume", "speed")
     """what to do"""
     device: Literal["cuda", "cpu"] = "cuda"
-    """cuda, or cpu to rehearse"""
-    rehearse: bool = False
-    """short speed runs, without compilation and CUDA graphs"""
+    """cuda; or cpu to rehearse, with short speed runs"""
     budget: Positive[float] = 3600.0
     """seconds that this call may take"""
 
@@ -54,7 +52,7 @@ def plan(args: Args) -> dict[str, list[str]]:
     marked = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
     parts = {"tests": ["-m", "pytest", "--disable-plugin-autoload", "-m", "gpu", "-v", "--durations=10", *marked]}
     speed = f"--device {args.device} --repeats 1 --no-memory --configurations default"
-    speed += " --num-steps 4" if args.rehearse else " compile cudagraphs --num-steps 256"
+    speed += " --num-steps 4" if args.device == "cpu" else " compile cudagraphs --num-steps 256"
     for each in ("ppo", "ppg", "impala"):
         parts[f"resume {each}"] = ["benchmarks/check_copy.py", f"{each}.py", "--", "--device", args.device]
         out = ["--out", str(args.out / "speed" / each)]

@@ -46,7 +46,7 @@ from common.evaluation import held_out_settings
 from common.procgen_env import PROCGEN_GAMES
 from common.run import ROOT, lock_folder, sha256, write_atomically
 from common.session import one_line_errors
-from common.settings import NotNegative, Positive, RunArgs, check_limits, flag, parse, read_json
+from common.settings import NotNegative, Positive, check_limits, flag, parse, read_json
 
 # Of the Procgen paper: levels to train on (0: all), length of a run, and steps between evaluations on all levels.
 PROTOCOLS = {
@@ -57,7 +57,6 @@ PROTOCOLS = {
 }
 OWN_FLAGS = ("--env-id", "--seed", "--runs-dir", "--resume", "--device")  # which this script gives to the others
 LOCAL_FLAGS = ("devices", "runs_per_device", "threads", "attempts")  # of no use on Slurm
-NO_FILE_NAMES = str.maketrans(" /:", "---")
 POLL_SECONDS = 5.0
 PRCTL = ctypes.CDLL(None).prctl
 
@@ -130,7 +129,7 @@ class Job:
     def file(self, logs: Path, suffix: str) -> Path:
         """A file of this run, and of none with other settings, in folder `logs`."""
         digest = hashlib.sha256(shlex.join([self.algorithm, *self.words]).encode()).hexdigest()[:8]
-        return logs / f"{self.name.lstrip('./').translate(NO_FILE_NAMES)}-{digest}{suffix}"
+        return logs / f"{self.name.lstrip('./').translate(str.maketrans(' /:', '---'))}-{digest}{suffix}"
 
 
 def make_jobs(args: Args) -> list[Job]:
@@ -153,7 +152,13 @@ def make_jobs(args: Args) -> list[Job]:
     for name in slurm_flags if args.launcher == "local" else LOCAL_FLAGS:
         if getattr(args, name) != getattr(Args, name):
             raise InputError(f"{flag(name)} is not for --launcher {args.launcher}: leave it out.")
-    classes = {algorithm: type(default_settings(f"{algorithm}.py")) for algorithm in algorithms}
+    classes = {}
+    for algorithm in algorithms:
+        try:
+            classes[algorithm] = type(load_script(f"{algorithm}.py").Args())
+        except (OSError, ImportError, SyntaxError, AttributeError, TypeError) as error:
+            what = f"--scripts {algorithm}.py cannot be used: {error}"
+            raise InputError(f"{what}: name a changed copy of a script.") from error
     for env_id in [each for each in args.env_ids or () if {each} != {script.env_id for script in classes.values()}]:
         check_env_id(env_id)  # the scripts may have registered it
     levels, length, eval_interval = PROTOCOLS[args.protocol]
@@ -181,14 +186,6 @@ def sweep_words(swept: str, value: str, exp_name: str) -> list[str]:
     switches = {"True": [f"--{swept}"], "False": [f"--no-{swept}"]}
     words = switches.get(value, [f"--{swept}", *value.split()])
     return [*words, "--exp-name", f"{exp_name}-{swept}-{value}".replace(" ", "-")] if swept else []
-
-
-def default_settings(script: str) -> RunArgs:
-    """Those of a script, by its path from the repository's root. Raises InputError for what is no such script."""
-    try:
-        return load_script(script).Args()
-    except (OSError, ImportError, SyntaxError, AttributeError, TypeError) as error:
-        raise InputError(f"--scripts {script} cannot be used: {error}: name a changed copy of a script.") from error
 
 
 def check_env_id(env_id: str) -> None:

@@ -54,7 +54,7 @@ ACCELERATED = ("compile", "cudagraphs")
 PHASES = ("act", "env", "learn", "aux")
 COLUMNS = ["algorithm", "configuration", "repeat", "sweep", "precision", "steps_per_second"]
 COLUMNS += [*(f"{phase}_us" for phase in (*PHASES, "wait")), "matmul_gflops", "learn_share_of_matmul"]
-COLUMNS += ["aux_share_of_matmul", "share_of_matmul", "peak_gb", "torch_threads"]
+COLUMNS += ["aux_share_of_matmul", "share_of_matmul", "peak_gb"]
 
 
 @dataclass
@@ -221,7 +221,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "aux_share_of_matmul": aux * steps / seconds["aux"] / peak if aux else "",
         "share_of_matmul": (forward + learn + aux) * steps / (end - start) / peak,
         "peak_gb": peak_memory(device),
-        "torch_threads": torch.get_num_threads(),
     }
 
 

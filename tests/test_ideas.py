@@ -1,5 +1,6 @@
 """Copies of the scripts that try an idea, in few changed lines, keep every promise of a script."""
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -58,7 +59,8 @@ def forks(tmp_path, monkeypatch):
     def do(command, seconds, log, kill_when=None, cwd=None):
         words = command[1:]
         if Path(words[0]) == Path(evaluate.__file__):
-            evaluate.main(tyro.cli(evaluate.Args, args=words[1:]))
+            with log.open("w") as file, contextlib.redirect_stdout(file):
+                evaluate.main(tyro.cli(evaluate.Args, args=words[1:]))
             return 0
         if words[0] == "-m":  # torchrun, with four more words
             with Ranks(tmp_path, 2).started(ideas.run, words[5:]) as ranks:
@@ -97,6 +99,11 @@ def test_an_idea_changes_few_lines_and_keeps_the_promises_of_a_script(name, tmp_
 
 DEFECTS = {  # a part of ppg.py, what takes its place, and what is said of it
     "killed and resumed": ('"aux_optimizer": aux_optimizer', "", "undisturbed run .*agent"),
+    "loaded": (
+        "accelerate(agent, args.accelerate)",
+        "agent.policy_head.register_forward_hook(lambda *io: 9 * io[2])",
+        "in the run",
+    ),
     "two ranks": ("aux_learning_rate, eps", "aux_learning_rate * (1 + world.rank), eps", "differs between the ranks"),
     "trained": ("gamma: Fraction = 0.999", "gamma: Fraction = 2", "error: --gamma 2 cannot work"),
 }
