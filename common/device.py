@@ -104,8 +104,7 @@ class World:
     """One process, or a rank among several of torch.distributed. `launcher` starts the command that repeats a run."""
 
     def __init__(self, device: torch.device):
-        self.rank, self.world_size, self.launcher = 0, 1, "python"
-        self.device, self.networks = device, []
+        self.device, self.rank, self.world_size, self.launcher = device, 0, 1, "python"
         self.several = "TORCHELASTIC_RUN_ID" in os.environ
         if self.several:
             connected(self.connect)

@@ -73,7 +73,8 @@ class Session:
         envs = Envs(self.make_vector_env(args, num_envs, spread_seed(self.seed, number), render), video=video)
         self.envs.append(envs)
         self.exits.callback(envs.close)
-        envs.reset(seed=[spread_seed(self.seed, number * num_envs + env) for env in range(num_envs)])  # Gymnasium's
+        played = self.resumed.checkpoint["step"] if self.resumed and not envs.restorable else 0  # new episodes begin
+        envs.reset(seed=[spread_seed(self.seed + played, number * num_envs + env) for env in range(num_envs)])
         if len(envs.single_observation_space.shape or ()) == 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # MLPs gain nothing from a second one, and wait for it on a busy machine
         batch = args.iteration_steps * getattr(envs.obs, "nbytes", 0) // num_envs

@@ -34,6 +34,7 @@ import ppg
 import ppo
 from common import InputError, TrainingError, checkpoint, session
 from common.device import resolve_precision
+from common.envs import Envs
 from common.learning import RewardNormalizer
 from common.procgen_env import ProcgenVectorEnv
 from common.run import ROOT, Run, command
@@ -288,6 +289,20 @@ def test_signals_write_a_checkpoint(script, sent, code, settings, tmp_path, caps
     words = [*shlex.split(again)[2:], f"--total-timesteps={stopped_at + 64}"]
     assert script.main(parse(script.Args, words)) == path
     assert f"resumed at step {stopped_at:,}" in capsys.readouterr().out
+
+
+def test_each_resume_of_a_gymnasium_task_begins_other_episodes(tmp_path):
+    begun, reset = [], Envs.reset
+
+    def spied(envs, **named):
+        begun.append(str(reset(envs, **named)[0]))
+        return envs.obs, {}
+
+    with mock.patch.object(Envs, "reset", spied):
+        path = ppo.main(make_args(ppo, tmp_path, env_id="CartPole-v1"))
+        for total in (13 * 32, 14 * 32):
+            resume(ppo, path, total_timesteps=total)
+    assert len({*begun}) == len(begun) == 1 + 2 * 2  # a resume starts twice, as layers may remember
 
 
 def test_a_refused_resume_lets_go_of_the_folder(run_copy, monkeypatch):
