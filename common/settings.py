@@ -54,7 +54,7 @@ class ProcgenArgs:
     use_generated_assets: bool = False
     """draw generated pictures in place of the games' own: refused, as Procgen cannot save the state of such games"""
     use_sequential_levels: bool = False
-    """play on when a level is solved: the episode goes on with the level after it"""
+    """play on when a level is solved: the episode goes on with another, which --num-levels does not bound"""
 
 
 @dataclass

@@ -398,6 +398,8 @@ def test_a_recorded_method_belongs_to_its_agent():
     assert agent.get_action(x).requires_grad
     with torch.no_grad():
         assert torch.equal(agent.get_action(input=x), agent.head(x))
+        agent.get_action.graph, agent.get_action.inputs = "of bytes", [x.byte()]
+        assert torch.equal(agent.get_action(x), agent.head(x))
         agent.eval()
         assert torch.equal(agent.get_action(x), agent.head(x))
     twin = copy.deepcopy(agent)

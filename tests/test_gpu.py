@@ -106,7 +106,7 @@ def test_what_is_played_back_changes_nothing(script, micro_batch_size, tmp_path,
 
 
 def test_calls_that_are_not_played_back():
-    """Those with gradients or of other shapes. Results stay, and parameters may change; a copy plays with its own."""
+    """Those with gradients, other shapes or types. Results stay; parameters may change; a copy plays with its own."""
     torch.manual_seed(0)
     agent = impala.Agent(FRAMES, ACTIONS, impala.Args(precision="fp32")).to(CUDA)
     plain = copy.deepcopy(agent)
@@ -119,10 +119,10 @@ def test_calls_that_are_not_played_back():
 
     with torch.no_grad():
         first, second, other = draw(agent, frames[0]), draw(agent, frames[1]), draw(agent, frames[0, :2])
-        twin = copy.deepcopy(agent)
+        halves, twin = draw(agent, frames[0] / 2), copy.deepcopy(agent)
         twin.policy_head.linear.bias[0] += 1
         moved = draw(twin, frames[2])
-        for found, obs in ((first, frames[0]), (second, frames[1]), (other, frames[0, :2])):
+        for found, obs in ((first, frames[0]), (second, frames[1]), (other, frames[0, :2]), (halves, frames[0] / 2)):
             assert all(map(torch.equal, found, draw(plain, obs)))
         plain.policy_head.linear.bias[0] += 1
         assert all(map(torch.equal, moved, draw(plain, frames[2])))

@@ -43,10 +43,10 @@ def record_calls(agent: nn.Module, mode: str) -> None:
 
 class Recorded:
     """A method of an agent on a GPU. Its first call is recorded as a CUDA graph. Calls outside of autograd with tensors
-    of the same shapes replay it, with parameters as they are then (changed in place), random numbers that go on as
-    without it, and results that later calls leave alone. Other calls run as they are, and so do all in evaluation mode.
-    A copy of the agent records anew. PyTorch forbids other threads to draw random numbers on the GPU while a call is
-    recorded. Raises TrainingError if it cannot be, as where it waits for the GPU (`.item()`)."""
+    of the same shapes and types replay it, with parameters and buffers as they are then (changed in place), random
+    numbers that go on, and results that later calls leave alone. Others run as they are, and so do all in evaluation
+    mode. A copy of the agent records anew. PyTorch forbids other threads to draw random numbers on the GPU while a call
+    is recorded. Raises TrainingError if it cannot be, as where it waits for the GPU (`.item()`)."""
 
     def __init__(self, method: Callable[..., tuple[Tensor, ...]], mode: str):
         self.method, self.mode, self.graph = WeakMethod(method), mode, None  # weak: agents go when nobody needs them
@@ -57,7 +57,7 @@ class Recorded:
             return method(*inputs, **named)
         if self.graph is None:
             self.record(method, *inputs)
-        if [x.shape for x in inputs] != [x.shape for x in self.inputs]:
+        if [(x.shape, x.dtype) for x in inputs] != [(x.shape, x.dtype) for x in self.inputs]:
             return method(*inputs)
         with RECORDING:
             for own, x in zip(self.inputs, inputs, strict=True):
