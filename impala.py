@@ -314,7 +314,7 @@ def act(
         for n in range(num_envs):
             if envs.restorable and first_env + n in ends:  # other environments start new episodes
                 state[:, n] = ends[first_env + n]["recurrent"]
-    obs_dtype = torch.uint8 if envs.obs.ndim == 4 else torch.float32
+    obs_dtype = torch.uint8 if envs.obs.ndim == 4 and envs.obs.dtype == np.uint8 else torch.float32
     obs = to_device(envs.obs, device).to(obs_dtype)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a resumed run, too, begins with this call
         agent.get_action(obs, state)  # a GPU records this call; meanwhile no other thread may draw random numbers

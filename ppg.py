@@ -270,7 +270,8 @@ class Rollout(NamedTuple):
 def new_rollout(num_steps: int, envs: Envs, device: torch.device) -> Rollout:
     """An empty rollout on `device`."""
     observation_space, action_space = envs.single_observation_space, envs.single_action_space
-    obs_dtype = torch.uint8 if len(observation_space.shape) == 3 else torch.float32
+    frames = len(observation_space.shape) == 3 and observation_space.dtype == np.uint8
+    obs_dtype = torch.uint8 if frames else torch.float32
     action_dtype = torch.int64 if isinstance(action_space, gym.spaces.Discrete) else torch.float32
     shape = (num_steps, envs.num_envs)
     return Rollout(

@@ -76,7 +76,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
         python(log, script, *words, folder / "whole")
         (whole,) = (folder / "whole").iterdir()
         args = read_json(whole / "args.json")
-        task = ["--env-id", args["env_id"]]  # which may be of a module
+        task = ["--env-id", args["env_id"], "--device", args["device"]]  # the task may be of a module
     if broken:
         return broken
     with promise("killed and resumed", broken) as said:

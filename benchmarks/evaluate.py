@@ -243,7 +243,7 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
     with closing(envs), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and might keep sizes and branches: see below
         obs = torch.as_tensor(envs.reset(seed=1)[0])
-        obs = obs if obs.dim() == 4 else obs.float()
+        obs = obs if obs.dim() == 4 and obs.dtype == torch.uint8 else obs.float()
         _, state = agent.get_action_dist(obs)
         states = [torch.zeros_like(state)] if state is not None and state.numel() else []
         scripted = torch.jit.freeze(torch.jit.trace(policy, (obs, *states)))

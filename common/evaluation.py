@@ -54,7 +54,7 @@ def play(
     episodes = [[] for _ in range(envs.num_envs)]
     while any(len(each) < quota and n <= LONGEST for each, n in zip(episodes, envs.episode_lengths, strict=True)):
         obs = torch.as_tensor(envs.obs, device=device)
-        dist, state = agent.get_action_dist(obs.float() if obs.dim() == 2 else obs, state)  # vectors may be float64
+        dist, state = agent.get_action_dist(obs if obs.dim() == 4 and obs.dtype == torch.uint8 else obs.float(), state)
         with drawing:
             actions = dist.mode.nan_to_num() if greedy else dist.sample()  # NaN: a Bernoulli of probability 0.5
         _, _, terminations, truncations, infos = envs.step(actions.cpu().numpy())

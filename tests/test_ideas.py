@@ -99,11 +99,7 @@ def test_an_idea_changes_few_lines_and_keeps_the_promises_of_a_script(name, tmp_
 
 DEFECTS = {  # a part of ppg.py, what takes its place, and what is said of it
     "killed and resumed": ('"aux_optimizer": aux_optimizer', "", "undisturbed run .*agent"),
-    "loaded": (
-        "accelerate(agent, args.accelerate)",
-        "agent.policy_head.register_forward_hook(lambda *io: 9 * io[2])",
-        "in the run",
-    ),
+    "loaded": ("accelerate(agent, args.accelerate)", "agent.encode = lambda net, x: 9 * net(x)", "length.* in the run"),
     "two ranks": ("aux_learning_rate, eps", "aux_learning_rate * (1 + world.rank), eps", "differs between the ranks"),
     "trained": ("gamma: Fraction = 0.999", "gamma: Fraction = 2", "error: --gamma 2 cannot work"),
 }

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+import evaluate
 import impala
 import ppg
 import ppo
-from helpers import ALL
+from conftest import CountEnv
+from helpers import ALL, small_args
 
 FRAMES = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
 COMMON = Path(__file__).parent.parent / "common"
@@ -81,6 +83,21 @@ def test_stacks_of_frames_come_with_their_channels_first_or_last(script, shape, 
     seen = []
     agent.get_action_dist(frames)
     assert torch.equal(seen[0], (frames if first else frames.permute(0, 3, 1, 2)) / 255)
+
+
+@ALL
+def test_an_own_encoder_sees_real_numbers_as_they_are(script, tmp_path, monkeypatch):
+    """Images of float64, as float32: in rollouts, at time limits, in evaluations and exports."""
+    monkeypatch.setattr(CountEnv, "observation_space", gym.spaces.Box(0, 1, (2, 2, 1), np.float64))
+    monkeypatch.setattr(CountEnv, "observe", lambda env: np.full((2, 2, 1), 0.3))
+    seen, own = [], lambda *given: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 16))
+    monkeypatch.setattr(script, "make_encoder", own)
+    monkeypatch.setattr(torch.nn.Flatten, "forward", lambda _, x: seen.append(x.flatten()) or x.flatten(1))
+    sizes = {"num_steps": 8, "total_timesteps": 64, "n_pi": 2, "feature_dim": 16}
+    evaluated = {"env_id": "TestCount-v0", "eval_interval": 64, "eval_episodes": 1, "precision": "fp32"}
+    path = script.main(small_args(script, tmp_path, sizes, **evaluated))
+    evaluate.export(path, tmp_path / "policy.pt")
+    assert torch.cat(seen).unique().tolist() == [np.float32(0.3)]
 
 
 def layers_of(init_fn):
