@@ -100,6 +100,18 @@ def test_second_derivatives_are_refused():
             torch.autograd.grad(y.square().sum(), convs[0].weight, create_graph=True)
 
 
+def test_hooks_may_give_saved_frames_back_in_another_layout():
+    convs, x = layers(16, 16, 16), frames(torch.float32, 2, 16, 8, 8)
+
+    def gradients():
+        ys = block(x, *convs), pair(x, convs[0]), MaxPoolFunction.apply(True, convs[0](x))
+        return [torch.autograd.grad(y.square().sum(), convs[0].weight)[0] for y in ys]
+
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        found = gradients()
+    torch.testing.assert_close(found, gradients())
+
+
 @both_dtypes
 @pytest.mark.parametrize(("height", "width"), SIDES)
 def test_max_pooling_equals_pytorchs_bit_for_bit(dtype, height, width):

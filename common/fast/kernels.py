@@ -172,7 +172,7 @@ class ConvFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         refuse_second_derivatives()
         x, weight = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        x, dy = channels_last(x, dy)
         dx = convolve(dy, weight) if ctx.needs_input_grad[0] else None
         return dx, *gpu().convolve_backward(x, dy, False)
 
@@ -196,7 +196,7 @@ class ResidualBlockFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
         refuse_second_derivatives()
         x, h, weight0, weight1 = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        x, h, dy = channels_last(x, h, dy)
         if x.is_cuda:
             dh = convolve(dy, weight1, gate=h)
             dx = convolve(dh, weight0, gate=x, residual=dy)
@@ -230,13 +230,14 @@ class MaxPoolFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         (taps, *convolved), (batch, channels, height, width) = ctx.saved_tensors, ctx.shape
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        taps, dy = channels_last(taps, dy)
         dx = new_frames(dy, channels, height, width) if ctx.needs_input_grad[1] else None
         sizes = batch, height, width, dy.shape[1]
         if convolved:
             x, weight = convolved
             sums = new_sums(weight)
-            call(f"conv_pool_backward_{channels}_{x.dtype}", x, weight.contiguous(), dy, taps, dx, *sums, *sizes)
+            given = *channels_last(x), weight.contiguous(), dy, taps, dx, *sums, *sizes
+            call(f"conv_pool_backward_{channels}_{x.dtype}", *given)
             return None, dx, *filter_gradient(*sums)
         if dy.is_cuda:
             gpu().max_pool_backward(dy, taps, dx)
@@ -249,6 +250,11 @@ def refuse_second_derivatives() -> None:
     """Raise RuntimeError under `create_graph=True`, where our gradients would pass for constants."""
     if torch.is_grad_enabled():
         raise RuntimeError("the kernels have no second derivatives: leave out `accelerate`, where the agent is made")
+
+
+def channels_last(*frames: Tensor) -> list[Tensor]:
+    """These frames in the layout of the kernels: hooks, as of `save_on_cpu`, may give saved ones back in another."""
+    return [x.contiguous(memory_format=torch.channels_last) for x in frames]
 
 
 def new_frames(x: Tensor, channels: int, height: int, width: int) -> Tensor:

@@ -110,9 +110,6 @@ def new_block(kind: type, order: tuple[str, ...]) -> nn.Module:
     return kind.__new__(fast_block(kind, order))
 
 
-# -------------------------------------------------------------------------------------------- what the kernels can run
-
-
 def pairs_of(row: nn.Sequential) -> Iterator[tuple[nn.Module, nn.Module]]:
     return (pair for pair in itertools.pairwise(row) if is_pair(*pair))
 
@@ -160,9 +157,6 @@ def known(module: nn.Module) -> bool:
     shapes = [x.shape for x in own["_parameters"].values() if x is not None and x.dtype == torch.float32]
     size = own.get("out_channels", 0)
     return kind is not nn.Conv2d or (shapes == [(size, module.in_channels, 3, 3), (size,)] and size % 16 == 0)
-
-
-# ------------------------------------------------------------------------------------------------------------- trials
 
 
 @torch.enable_grad()
