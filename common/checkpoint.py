@@ -139,8 +139,7 @@ class ReplayedPhase:
     again, from `phase.start`, the environments' states. Observations of those that are not `replayable` are saved."""
 
     def __init__(self, phase: Any, envs: Envs):
-        self.phase, self.envs = phase, envs
-        self.save_obs = False
+        self.phase, self.envs, self.save_obs = phase, envs, False
 
     def state_dict(self) -> dict[str, Any]:
         self.save_obs = self.save_obs or not self.envs.replayable  # for good, as a phase may have begun replayable
@@ -166,7 +165,8 @@ class ReplayedPhase:
         try:
             np.testing.assert_equal(*states)  # NaN equals NaN
         except AssertionError as error:
-            raise InputError("the environments do not repeat: is another version of them installed?") from error
+            hint = "is another version of them installed? Or must `replayable` be False?"
+            raise InputError(f"the environments do not repeat: {hint}") from error
 
 
 class Checkpoints:
