@@ -224,8 +224,8 @@ class Run:
         values = require_finite(step, self.world.all_reduce_mean(metrics))
         rows = {"metrics.csv": [*values.items()]}
         values |= {"charts/SPS": step / (time.monotonic() - self.start), "charts/last_100_return": mean(self.recent)}
-        values["charts/level_complete"] = mean(self.recent_complete)  # NaN, which is not written, without levels
         solved = mean(self.recent_complete) if self.recent_complete else None
+        values |= {} if solved is None else {"charts/level_complete": solved}
         if step != self.logged:  # a second log of a step adds metrics alone
             rows["progress.csv"] = [(len(self.new_returns), mean(self.new_returns), mean(self.recent), solved)]
             self.new_returns.clear()
