@@ -98,7 +98,7 @@ def check(script: Path, extra: list[str], folder: Path) -> list[str]:
         rows = [row for row in csv.DictReader(contents(whole)["eval.csv"].split()) if row["policy"] == "stochastic"]
         means = [float(row[name]) for row in rows for name in ("episodic_return", "episodic_length")][-len(found) :]
         if rows and not args["eval_num_levels"] and not np.allclose(found, means, rtol=1e-5, atol=1e-3):
-            raise TrainingError(f"return and length {found}, in the run {means}: does it act by attributes or np.random?")
+            raise TrainingError(f"return and length {found}, in the run {means}: does it use attributes or np.random?")
     with promise("two ranks with the same networks", broken):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
         python(log, *torchrun, script, *words, folder / "ranks", "--device", "cpu")
