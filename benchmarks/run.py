@@ -153,12 +153,11 @@ def make_jobs(args: Args) -> list[Job]:
         if getattr(args, name) != getattr(Args, name):
             raise InputError(f"{flag(name)} is not for --launcher {args.launcher}: leave it out.")
     classes = {}
-    for algorithm in algorithms:
+    for name in algorithms:
         try:
-            classes[algorithm] = type(load_script(f"{algorithm}.py").Args())
+            classes[name] = type(load_script(f"{name}.py").Args())
         except (OSError, ImportError, SyntaxError, AttributeError, TypeError) as error:
-            what = f"--scripts {algorithm}.py cannot be used: {error}"
-            raise InputError(f"{what}: name a changed copy of a script.") from error
+            raise InputError(f"--scripts {name}.py cannot be used: {error}: name a changed copy of ours.") from error
     for env_id in [each for each in args.env_ids or () if {each} != {script.env_id for script in classes.values()}]:
         check_env_id(env_id)  # the scripts may have registered it
     levels, length, eval_interval = PROTOCOLS[args.protocol]

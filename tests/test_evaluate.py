@@ -229,7 +229,9 @@ CASES = {  # and the shape of an observation
 WITHOUT_OUR_CODE = """
 import sys, torch
 for folder in sys.argv[1:]:
-    policy, inputs = torch.jit.load(f"{folder}/policy.pt"), torch.load(f"{folder}/inputs.pt")
+    origin = {"script_sha256": ""}
+    policy, inputs = torch.jit.load(f"{folder}/policy.pt", _extra_files=origin), torch.load(f"{folder}/inputs.pt")
+    assert len(origin["script_sha256"]) == 64
     torch.save(policy(*inputs), f"{folder}/outputs.pt")
 """
 
