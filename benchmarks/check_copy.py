@@ -27,10 +27,10 @@ from common.session import one_line_errors
 from common.settings import flag, read_json
 from gpu_check import do
 
-SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of PPG
+SIZES = {  # of flags that a copy has: eleven rollouts, the last in mid-phase of PPG, for a policy with preferences
     "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "n_pi": 3, "e_aux": 1, "batch_size": 2,
     "num_aux_rollouts": 2, "num_actors": 0, "log_interval": 1, "checkpoint_interval": 0, "total_timesteps": 11 * 32,
-    "eval_interval": 11 * 32, "eval_episodes": 8, "learning_rate": 0.002, "precision": "fp32",  # no draw by rounding
+    "eval_interval": 11 * 32, "eval_episodes": 8, "learning_rate": 0.002, "precision": "fp32",  # draws survive rounding
 }  # fmt: skip
 
 
