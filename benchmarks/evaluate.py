@@ -52,7 +52,7 @@ FIGURES = {
     "mean": "episodic_return", "standard error": "standard_error", "normalised mean": "normalized_return",
     "mean length": "episodic_length", "share of levels solved": "level_complete",
 }  # fmt: skip
-TOLERANCE = 1e-4  # of an exported policy's outputs, or 1e-5 of each: our kernels and PyTorch's add up otherwise
+TOLERANCE = 1e-4  # of an exported policy's outputs, and relative: our kernels and PyTorch's add up in other orders
 
 
 @dataclass
@@ -251,7 +251,7 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
             for size in (len(obs), 3, 1):
                 batches = [[obs[:size].clone(), *(x[:, :size].clone() for x in states)] for _ in range(2)]
                 try:
-                    torch.testing.assert_close(scripted(*batches[0]), policy(*batches[1]), rtol=1e-5, atol=TOLERANCE)
+                    torch.testing.assert_close(scripted(*batches[0]), policy(*batches[1]), rtol=1e-4, atol=TOLERANCE)
                 except (AssertionError, RuntimeError) as error:  # the latter of TorchScript, for another shape
                     said = " ".join(["(for len(obs) use obs.shape[0]):", *str(error).strip().splitlines()[-3:]])
                     raise TrainingError(f"the exported policy differs from the agent {said}") from error
