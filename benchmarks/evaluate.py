@@ -249,9 +249,9 @@ def export(source: Path, out: Path, script: Path | None = None, env_id: str | No
         scripted = torch.jit.freeze(torch.jit.trace(policy, (obs, *states)))
         for _ in range(100):  # steps, as an agent may do otherwise for other observations and states
             for size in (len(obs), 3, 1):
-                batches = [[obs[:size].clone(), *(x[:, :size].clone() for x in states)] for _ in range(2)]
+                inputs = [[obs[:size].clone(), *(x[:, :size].clone() for x in states)] for _ in range(2)]
                 try:
-                    torch.testing.assert_close(scripted(*batches[0]), policy(*batches[1]), rtol=1e-4, atol=TOLERANCE)
+                    torch.testing.assert_close(scripted(*inputs[0]), policy(*inputs[1]), rtol=TOLERANCE, atol=TOLERANCE)
                 except (AssertionError, RuntimeError) as error:  # the latter of TorchScript, for another shape
                     said = " ".join(["(for len(obs) use obs.shape[0]):", *str(error).strip().splitlines()[-3:]])
                     raise TrainingError(f"the exported policy differs from the agent {said}") from error

@@ -181,7 +181,7 @@ class Envs(RecordEpisodeStatistics):
             layer.load_state_dict(states)
         if not self.restorable:
             print("note: the environments cannot be put back where they were: new episodes begin", file=sys.stderr)
-            self.reset()  # without a seed: other episodes than the run began with
+            self.reset()  # as layers have memory of before; without a seed, for other episodes
             return
         self.obs = np.stack([state["obs"].numpy() for state in states])
         self.episode_returns[:] = [state["return"] for state in states]
